@@ -43,10 +43,11 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """The 8-byte signal word in a reader's window that only `writer` writes, for one purpose."""
+    """The 8-byte signal word in a reader's window that only `writer` writes, for one purpose (and one bank)."""
 
     purpose: str
     writer: int
+    bank: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,9 @@
 
 The writer signals READY when its rows are there, the reader signals DONE when it has read them. A lane has
 `num_banks` copies of its rows, and bank `epoch % num_banks` may be written again only after the reader's DONE word says
-`epoch - num_banks`: reuse is an edge in the program, not a hope about timing.
+`epoch - num_banks`: reuse is an edge in the program, not a hope about timing. Both words exist once per bank. With one
+READY word the count of step e would be overwritten by step e + 1, which its writer may send before e is read; with one
+DONE word, steps finished out of order would free a bank that is still in use.
 
 DONE is a word of its own, sent when the receive half ends. It cannot ride on a later message, since with deferred
 receives there may be none: after (send, send, receive, receive) the third send would wait for a word that rides on the
@@ -29,16 +31,17 @@ class Lane:
     name: str
     num_banks: int
 
-    @property
-    def ready(self) -> str:
-        return f"{self.name}_ready"
-
-    @property
-    def done(self) -> str:
-        return f"{self.name}_done"
+    def bank(self, epoch: int) -> int:
+        return epoch % self.num_banks
 
     def rows(self, epoch: int, writer: int) -> Region:
-        return Region(self.name, epoch % self.num_banks, writer)
+        return Region(self.name, self.bank(epoch), writer)
+
+    def ready(self, epoch: int, writer: int) -> Word:
+        return Word(f"{self.name}_ready", writer, self.bank(epoch))
+
+    def done(self, epoch: int, reader: int) -> Word:
+        return Word(f"{self.name}_done", reader, self.bank(epoch))
 
 
 def ring(rank: int, num_ranks: int) -> list[int]:
@@ -54,8 +57,8 @@ def send(lane: Lane, rank: int, epoch: int, counts: Sequence[int]) -> Step:
     """Send half: put `counts[peer]` rows into every peer's window (also the own one) and signal READY."""
     for peer in ring(rank, len(counts)):
         if epoch > lane.num_banks:
-            yield Wait(Word(lane.done, peer), epoch - lane.num_banks)
-        yield PutSignal(peer, lane.rows(epoch, rank), counts[peer], Word(lane.ready, rank), epoch)
+            yield Wait(lane.done(epoch, peer), epoch - lane.num_banks)
+        yield PutSignal(peer, lane.rows(epoch, rank), counts[peer], lane.ready(epoch, rank), epoch)
 
 
 def receive(lane: Lane, rank: int, epoch: int, num_ranks: int) -> Step:
@@ -63,7 +66,7 @@ def receive(lane: Lane, rank: int, epoch: int, num_ranks: int) -> Step:
     that every row has its final place. A masked peer (answer None) has no rows."""
     counts = {}
     for peer in ring(rank, num_ranks):
-        counts[peer] = yield Wait(Word(lane.ready, peer), epoch)
+        counts[peer] = yield Wait(lane.ready(epoch, peer), epoch)
     for peer in range(num_ranks):
         count = counts[peer]
         if count is not None and count > 0:
@@ -73,4 +76,4 @@ def receive(lane: Lane, rank: int, epoch: int, num_ranks: int) -> Step:
 def finish(lane: Lane, rank: int, epoch: int, num_ranks: int) -> Step:
     """Tell every writer that its rows of this step were read, or that their views were given back."""
     for peer in ring(rank, num_ranks):
-        yield Signal(peer, Word(lane.done, rank), epoch)
+        yield Signal(peer, lane.done(epoch, rank), epoch)

@@ -1,0 +1,116 @@
+"""What a caller may pass: every rule that is checked before anything is sent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from expertwire.errors import InvalidArgument
+from expertwire.formats import BF16, FP8Block, WireFormat
+from expertwire.layouts.receive import Layout
+from expertwire.layouts.rows import max_combine_bytes, max_data_bytes
+from expertwire.protocols.epoch_signal import MAX_COUNT
+from expertwire.topology import Placement
+
+MAX_TOPK = 64
+MAX_EXPERTS = 1 << 16
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all ranks of a buffer must agree on."""
+
+    num_experts: int
+    hidden: int
+    num_topk: int
+    num_max_tokens_per_rank: int
+    max_in_flight: int
+    device: str
+    transport: str
+    on_timeout: str
+    placement: Placement
+
+
+def integer(name: str, value: object, low: int, high: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise InvalidArgument(f"{name} must be an int, got {value!r}")
+    if not low <= value <= high:
+        raise InvalidArgument(f"{name} must be in [{low}, {high}], got {value}")
+    return value
+
+
+def choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    if value not in allowed:
+        raise InvalidArgument(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def shape(num_experts: Any, hidden: Any, num_topk: Any, num_max_tokens_per_rank: Any, max_in_flight: Any) -> None:
+    """The sizes that a buffer is created with."""
+    integer("num_experts", num_experts, 1, MAX_EXPERTS)
+    integer("num_topk", num_topk, 1, MAX_TOPK)
+    integer("num_max_tokens_per_rank", num_max_tokens_per_rank, 1, MAX_COUNT // MAX_TOPK)
+    integer("max_in_flight", max_in_flight, 1, 64)
+    integer("hidden", hidden, 1, 1 << 20)
+    if hidden % 8:
+        below, above = hidden // 8 * 8, hidden // 8 * 8 + 8
+        near = f"{above}" if below == 0 else f"{below} and {above}"
+        raise InvalidArgument(
+            f"hidden must be a multiple of 8, so that a bfloat16 row is whole 16-byte pieces: got {hidden}, "
+            f"the nearest legal is {near}"
+        )
+
+
+def tensor(
+    rank: int, name: str, value: object, dtypes: tuple[torch.dtype, ...] | None, dims: tuple[int | None, ...], meaning: str
+) -> torch.Tensor:
+    """A contiguous CPU tensor of one of `dtypes` (None: any) and of shape `dims` (None: any size)."""
+    where = f"rank {rank}: {name}"
+    if not isinstance(value, torch.Tensor):
+        raise InvalidArgument(f"{where} must be a tensor {meaning}, got {type(value).__name__}")
+    if dtypes is not None and value.dtype not in dtypes:
+        names = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
+        raise InvalidArgument(f"{where} must have dtype {names}, got {str(value.dtype).removeprefix('torch.')}")
+    if value.device.type != "cpu":
+        raise InvalidArgument(f"{where} must be on the buffer's device 'cpu', got {str(value.device)!r}")
+    matches = value.ndim == len(dims) and all(d is None or d == n for d, n in zip(dims, value.shape, strict=True))
+    if not matches:
+        raise InvalidArgument(f"{where} must have shape {meaning}, got {list(value.shape)}")
+    if not value.is_contiguous():
+        raise InvalidArgument(f"{where} must be contiguous, got strides {value.stride()}; pass {name}.contiguous()")
+    return value
+
+
+def tokens(rank: int, name: str, num_tokens: int, capacity: int) -> None:
+    if num_tokens > capacity:
+        raise InvalidArgument(
+            f"rank {rank}: {name} has {num_tokens} tokens, but the buffer was created with "
+            f"num_max_tokens_per_rank={capacity}; split the batch or create a larger buffer"
+        )
+
+
+def dispatch_options(rank: int, layout: object, expert_alignment: object, counts: object, wire: object) -> None:
+    choice(f"rank {rank}: layout", layout, tuple(Layout))
+    choice(f"rank {rank}: counts", counts, ("host", "device"))
+    integer(f"rank {rank}: expert_alignment", expert_alignment, 1, 1 << 20)
+    if wire is not None and not isinstance(wire, (BF16, FP8Block)):
+        raise InvalidArgument(f"rank {rank}: wire must be None, ew.BF16() or ew.FP8Block(...), got {wire!r}")
+
+
+def combine_wire(rank: int, wire: object, hidden: int) -> WireFormat:
+    if wire is None:
+        return BF16()
+    if not isinstance(wire, WireFormat):
+        raise InvalidArgument(f"rank {rank}: wire must be None or a wire format such as ew.LogFMT10(), got {wire!r}")
+    if wire.payload_bytes(hidden) + wire.sf_bytes(hidden) > max_combine_bytes(hidden):
+        raise InvalidArgument(f"rank {rank}: a row of {wire} is larger than a bfloat16 row with its metadata")
+    return wire
+
+
+def row_fits(rank: int, data_bytes: int, payload_bytes: int, sf_bytes: int, hidden: int) -> None:
+    if data_bytes > max_data_bytes(hidden):
+        raise InvalidArgument(
+            f"rank {rank}: a row of {payload_bytes} payload and {sf_bytes} scale bytes needs {data_bytes} bytes, but "
+            f"the buffer (hidden={hidden}) has room for {max_data_bytes(hidden)}"
+        )

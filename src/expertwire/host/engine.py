@@ -1,0 +1,347 @@
+"""The host engine: dispatch and combine of one rank on CPU memory, as send and receive halves.
+
+The way of a token:  `route` (where to) -> `send_dispatch` (its row into the peers' windows) -> `receive_dispatch`
+(rows into their final places) -> the caller's experts -> `send_combine` (rows into the windows of the ranks they came
+from) -> `receive_combine` (sums).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from expertwire._math import round_up
+from expertwire.formats import BF16, FP8Block, WireFormat
+from expertwire.host import combine, dispatch
+from expertwire.host.combine import Rows
+from expertwire.host.dispatch import Arrivals, Routing, WireRows
+from expertwire.host.pool import Pool
+from expertwire.host.runtime import Header, HostRuntime
+from expertwire.layouts.receive import Layout, worst_case_rows
+from expertwire.layouts.rows import CombineRow, DispatchRow
+from expertwire.protocols import lane as protocol
+from expertwire.protocols.lane import Lane
+from expertwire.topology import Placement
+
+Array = NDArray[Any]
+_POISON = 0xFF
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """How the caller wants rows arranged; `fixed_size` for `counts="device"`."""
+
+    layout: Layout
+    alignment: int
+    fixed_size: bool
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Received rows in their places. `rows` [m, K] is the output row of each arrival and slot, -1 = none."""
+
+    layout: Layout
+    arrivals: Arrivals
+    payload: torch.Tensor
+    sf: torch.Tensor | None
+    rows: Array
+    counts: Array
+    padded_counts: Array
+    offsets: Array
+    needs_grad: bool
+
+
+class HostEngine:
+    """Row work of one rank. `dispatches` and `combines` count the steps of the two lanes."""
+
+    def __init__(self, runtime: HostRuntime, placement: Placement) -> None:
+        self.runtime = runtime
+        self.kernels = runtime.kernels
+        self.rank, self.num_ranks = runtime.rank, runtime.num_ranks
+        self.capacity, self.num_topk = runtime.layout.capacity, runtime.layout.num_topk
+        self.hidden = runtime.layout.hidden
+        self.pool = Pool()
+        self.expert_rank = np.array(placement.expert_ranks, np.int32)
+        self.expert_local = np.array(placement.local_ids(), np.int32)
+        self.num_local_experts = len(placement.local_experts(self.rank))
+        self.dispatch_lane = Lane("dispatch", runtime.layout.num_banks)
+        self.combine_lane = Lane("combine", runtime.layout.num_banks)
+        self._workspaces: dict[tuple[int, str], torch.Tensor] = {}
+
+    # -- send dispatch -------------------------------------------------------------------------------------------
+
+    def route(self, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None, *, distinct: bool) -> Routing:
+        """Where the selections go; `distinct` drops a later slot that repeats an expert of its token."""
+        ids = topk_idx.to(torch.int64).numpy()
+        weights = np.ones(ids.shape, np.float32) if topk_weights is None else topk_weights.detach().numpy().copy()
+        routed = self.kernels.route(ids, self.expert_rank, self.expert_local, self.num_ranks, distinct)
+        slot_rank, slot_local, is_last, offsets, tokens, repeats = routed
+        return Routing(slot_rank, slot_local, is_last, offsets, tokens, weights, topk_weights is not None, repeats)
+
+    def encode(self, x: torch.Tensor, wire: WireFormat) -> WireRows:
+        """Rows in their wire format. BF16 rows are not copied."""
+        if isinstance(wire, BF16):
+            return self.opaque(x, None)
+        if isinstance(wire, FP8Block):
+            payload = self.pool.empty(x.shape, torch.uint8)
+            sf_bytes = wire.sf_bytes(x.shape[1])
+            sf = self.pool.empty((x.shape[0], sf_bytes), torch.uint8)
+            packed = wire.scale == "ue8m0"
+            self.kernels.encode_fp8(
+                x.data_ptr(), *x.shape, wire.block, packed, payload.data_ptr(), sf.data_ptr(), sf_bytes
+            )
+            return self.opaque(payload, sf)
+        return self.opaque(*wire.encode(x))
+
+    def opaque(self, payload: torch.Tensor, sf: torch.Tensor | None) -> WireRows:
+        """Rows whose bytes are not interpreted: contiguous payload [T, W] and scale factors [T, S]."""
+        sf_row = 0 if sf is None else sf.shape[1] * sf.element_size()
+        sf_at = 0 if sf is None else sf.data_ptr()
+        return WireRows(payload.data_ptr(), payload.shape[1] * payload.element_size(), sf_at, sf_row, (payload, sf))
+
+    def dispatch_row(self, payload_bytes: int, sf_bytes: int) -> DispatchRow:
+        return DispatchRow(payload_bytes, sf_bytes, self.num_topk)
+
+    def send_dispatch(
+        self, epoch: int, routing: Routing, rows: WireRows, header: Header, *, cached: bool, keep_own: bool
+    ) -> None:
+        dispatch.send(self.runtime, self.dispatch_lane, epoch, routing, rows, header, cached=cached, keep_own=keep_own)
+
+    # -- receive dispatch ----------------------------------------------------------------------------------------
+
+    def receive_dispatch(
+        self,
+        epoch: int,
+        row: DispatchRow,
+        settings: str,
+        arrangement: Arrangement,
+        *,
+        known: Placed | None,
+        own: tuple[Routing, WireRows] | None,
+        zero_unused: bool,
+        reuse_bank: bool,
+    ) -> Placed:
+        """Wait for all peers and put their rows into place.
+
+        `known` repeats an earlier placement (cached dispatch); `own` are the rows of this rank that were not copied
+        into the window; `zero_unused` clears rows that nobody fills; `reuse_bank` places into the bank's workspace.
+        """
+        arrivals, records, needs_grad = dispatch.receive(
+            self.runtime, self.dispatch_lane, epoch, row, settings, known.arrivals if known else None
+        )
+        payloads, sfs = records, records + row.sf
+        if own is not None:
+            routing, wire = own
+            mine = slice(int(arrivals.offsets[self.rank]), int(arrivals.offsets[self.rank + 1]))
+            sent = routing.tokens[routing.offsets[self.rank] : routing.offsets[self.rank + 1]].astype(np.int64)
+            payloads = records.copy()
+            payloads[mine] = wire.payload + wire.payload_bytes * sent
+            sfs[mine] = wire.sf + wire.sf_bytes * sent
+        plan = known or self._plan(arrivals, arrangement)
+        bank = self.dispatch_lane.bank(epoch) if reuse_bank else None
+        num_rows = self._num_rows(plan.rows, plan.offsets, arrangement)
+        blank = zero_unused or bool((records == 0).any())
+        out = self._fill(bank, "payload", num_rows, row.payload_bytes, payloads, records != 0, plan.rows, blank)
+        sf = None
+        if row.sf_bytes:
+            sf = self._fill(bank, "sf", num_rows, row.sf_bytes, sfs, records != 0, plan.rows, blank)
+        return replace(plan, payload=out, sf=sf, needs_grad=needs_grad)
+
+    def _plan(self, arrivals: Arrivals, arrangement: Arrangement) -> Placed:
+        """The output row of every arrival, before any row has moved."""
+        counts = self.kernels.count_experts(arrivals.topk_idx, self.num_local_experts)
+        if arrangement.layout is Layout.EXPERT_SLOTS:
+            room = self.num_ranks * self.capacity
+            padded = np.full(self.num_local_experts, room, np.int32)
+        else:
+            padded = np.array([round_up(int(n), arrangement.alignment) for n in counts], np.int32)
+        offsets = np.concatenate([[0], np.cumsum(padded, dtype=np.int64)]).astype(np.int64)
+        if arrangement.layout is Layout.COMPACT:
+            rows = np.full(arrivals.topk_idx.shape, -1, np.int64)
+            rows[np.arange(arrivals.num_rows), arrivals.last_slot] = np.arange(arrivals.num_rows)
+        else:
+            rows = self.kernels.place_experts(arrivals.topk_idx, offsets)
+        nothing = torch.empty(0)
+        return Placed(arrangement.layout, arrivals, nothing, None, rows, counts, padded, offsets, False)
+
+    def _num_rows(self, rows: Array, offsets: Array, arrangement: Arrangement) -> int:
+        if arrangement.fixed_size or arrangement.layout is Layout.EXPERT_SLOTS:
+            return worst_case_rows(
+                arrangement.layout, self.num_ranks, self.capacity, self.num_topk, self.num_local_experts,
+                arrangement.alignment,
+            )  # fmt: skip
+        return int(rows.shape[0] if arrangement.layout is Layout.COMPACT else offsets[-1])
+
+    def _fill(
+        self, bank: int | None, part: str, num_rows: int, row_bytes: int, sources: Array, present: Array, rows: Array,
+        blank: bool,
+    ) -> torch.Tensor:  # fmt: skip
+        """uint8 [num_rows, row_bytes] with arrival i copied to rows[i, k] for every k where that is not -1."""
+        out = self._output(bank, part, (num_rows, row_bytes))
+        if blank:
+            out.zero_()
+        elif self.runtime.debug_poison:
+            out.fill_(_POISON)
+        arrival, slot = np.nonzero((rows >= 0) & present[:, None])
+        places = out.data_ptr() + row_bytes * rows[arrival, slot]
+        self.kernels.move_rows(sources[arrival], places, row_bytes)
+        return out
+
+    def _output(self, bank: int | None, part: str, shape: tuple[int, int]) -> torch.Tensor:
+        if bank is None:
+            return self.pool.empty(shape, torch.uint8)
+        workspace = self._workspaces.get((bank, part))
+        if workspace is None or workspace.numel() < shape[0] * shape[1]:
+            workspace = self._workspaces[bank, part] = self.pool.empty((shape[0] * shape[1],), torch.uint8)
+        return workspace[: shape[0] * shape[1]].view(shape)
+
+    def finish_dispatch(self, epoch: int) -> None:
+        """The windows of this step may be written again."""
+        layout, bank = self.runtime.layout, self.dispatch_lane.bank(epoch)
+        for writer in range(self.num_ranks):
+            self.runtime.poison(layout.dispatch_header(bank, writer), layout.dispatch_region_bytes)
+        step = protocol.finish(self.dispatch_lane, self.rank, epoch, self.num_ranks)
+        self.runtime.run("dispatch receive", step)
+
+    # -- combine -------------------------------------------------------------------------------------------------
+
+    def send_combine(
+        self,
+        epoch: int,
+        y: torch.Tensor,
+        placed: Placed,
+        header: Header,
+        wire: WireFormat,
+        *,
+        rows: Rows,
+        weighted: bool,
+        weights: torch.Tensor | None,
+        keep_own: bool,
+    ) -> tuple[Array, object]:
+        """Send back y [rows, hidden] bfloat16; returns the addresses of the rows sent [m, K] and what keeps them alive.
+
+        With `rows="rank"` the rows of one token are first summed here, in ascending slots, weighted if `weighted`.
+        `weights` [m, K] float32 travel back for every slot that this rank serves.
+        """
+        arrivals = placed.arrivals
+        sends = (placed.rows >= 0) & (rows != "none")
+        outgoing = np.where(sends, y.data_ptr() + 2 * self.hidden * placed.rows, 0)
+        keep: object = y
+        if rows == "rank" and placed.layout is not Layout.COMPACT:
+            outgoing, keep = self._partial_sums(outgoing, arrivals, weighted)
+        metadata = None
+        row = self.combine_row(wire)
+        if not isinstance(wire, BF16):
+            is_row = outgoing != 0
+            encoded = self.encode(self._gather(outgoing[is_row]), wire)
+            index = np.cumsum(is_row).reshape(is_row.shape) - 1
+            outgoing = np.where(is_row, encoded.payload + encoded.payload_bytes * index, 0)
+            metadata = np.where(is_row, encoded.sf + encoded.sf_bytes * index, 0) if encoded.sf_bytes else None
+            keep = encoded
+        back = None if weights is None else weights.detach().numpy()
+        combine.send(
+            self.runtime, self.combine_lane, epoch, arrivals, outgoing, row, metadata, back, header, keep_own=keep_own
+        )
+        return outgoing, keep
+
+    def combine_row(self, wire: WireFormat) -> CombineRow:
+        return CombineRow(wire.payload_bytes(self.hidden), wire.sf_bytes(self.hidden))
+
+    def _gather(self, addresses: Array) -> torch.Tensor:
+        rows = self.pool.empty((len(addresses), self.hidden), torch.bfloat16)
+        self.kernels.move_rows(addresses, _addresses(rows), 2 * self.hidden)
+        return rows
+
+    def _partial_sums(self, outgoing: Array, arrivals: Arrivals, weighted: bool) -> tuple[Array, torch.Tensor]:
+        """One row per arrival, in the place of its highest slot."""
+        sums = self.pool.empty((arrivals.num_rows, self.hidden), torch.bfloat16)
+        no_bias = np.empty((0, arrivals.num_rows), np.int64)
+        self.kernels.reduce_rows(
+            outgoing, False, arrivals.weights, weighted, no_bias, _addresses(sums), self.hidden
+        )
+        table = np.zeros(outgoing.shape, np.int64)
+        table[np.arange(arrivals.num_rows), arrivals.last_slot] = _addresses(sums)
+        return table, sums
+
+    def receive_combine(
+        self,
+        epoch: int,
+        routing: Routing,
+        settings: str,
+        wire: WireFormat,
+        *,
+        rows: Rows,
+        weighted: bool,
+        biases: Sequence[torch.Tensor],
+        return_weights: bool,
+        own: tuple[Arrivals, Array] | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, int, bool]:
+        """Wait for all peers and sum their rows: (x [T, hidden], weights [T, K] or None, rows missing, needs_grad)."""
+        row = self.combine_row(wire)
+        records, num_missing, needs_grad = combine.receive(
+            self.runtime, self.combine_lane, epoch, routing, row, settings, rows
+        )
+        returned = None
+        if return_weights:
+            returned = self._returned_weights(epoch, routing, row)
+        operands = records
+        if own is not None:
+            arrivals, outgoing = own
+            mine = slice(int(arrivals.offsets[self.rank]), int(arrivals.offsets[self.rank + 1]))
+            arrival, slot = np.nonzero(outgoing[mine])
+            operands = records.copy()
+            operands[arrivals.tokens[mine][arrival], slot] = outgoing[mine][arrival, slot]
+        is_float32 = not isinstance(wire, BF16)
+        decoded = None
+        if is_float32:
+            operands, decoded = self._decode(operands, row, wire)
+        out = self.pool.empty((routing.num_tokens, self.hidden), torch.bfloat16)
+        bias_rows = np.array([_addresses(b) for b in biases], np.int64).reshape(len(biases), routing.num_tokens)
+        self.kernels.reduce_rows(
+            operands, is_float32, routing.weights, weighted, bias_rows, _addresses(out), self.hidden
+        )
+        del decoded
+        return out, returned, num_missing, needs_grad
+
+    def _decode(self, records: Array, row: CombineRow, wire: WireFormat) -> tuple[Array, torch.Tensor]:
+        """Addresses of the float32 rows that the records decode to, and what keeps them."""
+        is_row = records != 0
+        count = int(is_row.sum())
+        payload = self.pool.empty((count, row.payload_bytes), torch.uint8)
+        self.kernels.move_rows(records[is_row], _addresses(payload), row.payload_bytes)
+        sf = None
+        if row.sf_bytes:
+            assert wire.sf_dtype is not None
+            sf_bytes = self.pool.empty((count, row.sf_bytes), torch.uint8)
+            self.kernels.move_rows(records[is_row] + row.sf, _addresses(sf_bytes), row.sf_bytes)
+            sf = sf_bytes.view(wire.sf_dtype)
+        rows = wire.decode_float32(payload.view(wire.payload_dtype), sf, self.hidden).contiguous()
+        table = np.zeros(records.shape, np.int64)
+        table[is_row] = _addresses(rows)
+        return table, rows
+
+    def _returned_weights(self, epoch: int, routing: Routing, row: CombineRow) -> torch.Tensor:
+        bank = self.combine_lane.bank(epoch)
+        present = (routing.slot_rank >= 0) & ~np.isin(routing.slot_rank, list(self.runtime.masked))
+        weights = torch.zeros(routing.slot_rank.shape, dtype=torch.float32)
+        cells = np.arange(present.size).reshape(present.shape)[present]
+        first = self.runtime.base[self.rank] + self.runtime.layout.combine_rows(bank) + row.weight
+        self.kernels.move_rows(first + row.stride * cells, weights.data_ptr() + 4 * cells, 4)
+        return weights
+
+    def finish_combine(self, epoch: int) -> None:
+        """The windows of this step may be written again."""
+        layout, bank = self.runtime.layout, self.combine_lane.bank(epoch)
+        self.runtime.poison(layout.combine_header(bank, 0), layout.combine_bank_bytes)
+        step = protocol.finish(self.combine_lane, self.rank, epoch, self.num_ranks)
+        self.runtime.run("combine receive", step)
+
+
+def _addresses(rows: torch.Tensor) -> Array:
+    """Address of every row of a contiguous [n, width] tensor."""
+    return rows.data_ptr() + rows.shape[1] * rows.element_size() * np.arange(rows.shape[0], dtype=np.int64)

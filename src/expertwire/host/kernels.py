@@ -1,0 +1,78 @@
+"""The row work that the host engine needs, and the choice of who does it: numba, or numpy and torch without it."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import Any, Protocol
+
+from numpy.typing import NDArray
+
+from expertwire.errors import TransportUnavailable
+
+Array = NDArray[Any]
+
+
+class Kernels(Protocol):
+    """What `compiled` (numba) and `plain` (numpy, torch, ctypes) both provide; `host.rows` documents each function."""
+
+    def wait_word(self, address: int, word: int, spins: int, yields: int, naps: int) -> int: ...
+    def publish(self, address: int, word: int) -> None: ...
+    def read_word(self, address: int) -> int: ...
+    def route(
+        self, topk_idx: Array, expert_rank: Array, expert_local: Array, num_ranks: int, distinct: bool
+    ) -> tuple[Array, Array, Array, Array, Array, int]: ...
+    def first_illegal(self, topk_idx: Array, num_experts: int) -> tuple[int, int]: ...
+    def first_repeat(self, topk_idx: Array) -> tuple[int, int]: ...
+    def move_rows(self, source: Array, destination: Array, num_bytes: int) -> None: ...
+    def write_routing(
+        self,
+        records: int,
+        stride: int,
+        topk_at: int,
+        weights_at: int,
+        token_at: int,
+        tokens: Array,
+        rank: int,
+        slot_rank: Array,
+        slot_local: Array,
+        weights: Array,
+    ) -> None: ...
+    def read_routing(
+        self,
+        records: int,
+        stride: int,
+        topk_at: int,
+        weights_at: int,
+        token_at: int,
+        topk_idx: Array,
+        weights: Array,
+        tokens: Array,
+    ) -> None: ...
+    def count_experts(self, topk_idx: Array, num_local_experts: int) -> Array: ...
+    def place_experts(self, topk_idx: Array, offsets: Array) -> Array: ...
+    def reduce_rows(
+        self, operands: Array, is_float32: bool, weights: Array, weighted: bool, biases: Array, out: Array, hidden: int
+    ) -> None: ...
+    def encode_fp8(
+        self, x: int, num_rows: int, hidden: int, block: int, packed: bool, payload: int, sf: int, sf_stride: int
+    ) -> None: ...
+
+
+def numba_missing() -> str | None:
+    """None if numba can be imported, else why not and what to do."""
+    if importlib.util.find_spec("numba") is None:
+        return "numba is not installed: pip install 'expertwire[cpu]'"
+    return None
+
+
+def load(engine: str) -> Kernels:
+    """The kernels named by `engine`: "numba", "torch", or "auto" for numba where it is installed."""
+    if engine == "auto":
+        engine = "torch" if numba_missing() else "numba"
+    if engine == "torch":
+        return importlib.import_module("expertwire.host.plain")  # type: ignore[return-value]
+    reason = numba_missing()
+    if reason:
+        raise TransportUnavailable(f"engine='numba': {reason}, or pass engine='torch'")
+    return importlib.import_module("expertwire.host.compiled")  # type: ignore[return-value]

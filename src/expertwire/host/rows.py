@@ -1,0 +1,219 @@
+"""Row work in numba: routing, moving rows, placing them into a layout, reducing them.
+
+Rows are named by address tables: `move_rows(source, destination, num_bytes)` copies row i from `source[i]` to
+`destination[i]`. So one kernel serves send and receive, windows and ordinary tensors, every layout.
+"""
+
+# ruff: noqa: ANN001, ANN202
+# mypy: ignore-errors
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from expertwire.host.memory import bits_float, copy_bytes, float_bits, view
+
+_BLOCK = 512
+
+
+@njit(nogil=True, cache=True)
+def route(topk_idx, expert_rank, expert_local, num_ranks, distinct):
+    """Where each selection goes, and which tokens each rank gets.
+
+    topk_idx [T, K] int64 -> slot_rank [T, K], slot_local [T, K] (int32, -1 = no selection), is_last [T, K] (this slot
+    is the highest of its token that its rank serves), offsets [R + 1] int64, tokens [offsets[R]] int32: rank r gets
+    tokens[offsets[r]:offsets[r + 1]], ascending, each once.
+    With `distinct`, a later slot that repeats an expert of the same token counts as -1; `repeats` says how many did.
+
+    Worked example, 2 ranks with experts (0, 1) and (2, 3): topk_idx = [[0, 2], [1, 0], [-1, 3]] gives
+    slot_rank = [[0, 1], [0, 0], [-1, 1]], slot_local = [[0, 0], [1, 0], [-1, 1]], is_last = [[1, 1], [0, 1], [0, 1]],
+    offsets = [0, 2, 4], tokens = [0, 1, 0, 2].
+    """
+    num_tokens, num_topk = topk_idx.shape
+    slot_rank = np.empty((num_tokens, num_topk), np.int32)
+    slot_local = np.empty((num_tokens, num_topk), np.int32)
+    is_last = np.zeros((num_tokens, num_topk), np.bool_)
+    last_slot = np.empty(num_ranks, np.int64)
+    offsets = np.zeros(num_ranks + 1, np.int64)
+    last_token = np.full(num_ranks, -1, np.int64)
+    repeats = 0
+    for t in range(num_tokens):
+        for k in range(num_topk):
+            expert = topk_idx[t, k]
+            if distinct and expert >= 0:
+                for earlier in range(k):
+                    if topk_idx[t, earlier] == expert:
+                        expert = -1
+                        repeats += 1
+                        break
+            if expert < 0 or expert >= expert_rank.size:
+                slot_rank[t, k] = -1
+                slot_local[t, k] = -1
+                continue
+            rank = expert_rank[expert]
+            slot_rank[t, k] = rank
+            slot_local[t, k] = expert_local[expert]
+            if last_token[rank] == t:
+                is_last[t, last_slot[rank]] = False
+            else:
+                last_token[rank] = t
+                offsets[rank + 1] += 1
+            is_last[t, k] = True
+            last_slot[rank] = k
+    for rank in range(num_ranks):
+        offsets[rank + 1] += offsets[rank]
+    tokens = np.empty(offsets[num_ranks], np.int32)
+    cursor = offsets[:num_ranks].copy()
+    last_token[:] = -1
+    for t in range(num_tokens):
+        for k in range(num_topk):
+            rank = slot_rank[t, k]
+            if rank >= 0 and last_token[rank] != t:
+                last_token[rank] = t
+                tokens[cursor[rank]] = t
+                cursor[rank] += 1
+    return slot_rank, slot_local, is_last, offsets, tokens, repeats
+
+
+@njit(nogil=True, cache=True)
+def first_illegal(topk_idx, num_experts):
+    """(token, slot) of the first id outside [-1, num_experts), or (-1, -1)."""
+    for t in range(topk_idx.shape[0]):
+        for k in range(topk_idx.shape[1]):
+            if topk_idx[t, k] < -1 or topk_idx[t, k] >= num_experts:
+                return t, k
+    return -1, -1
+
+
+@njit(nogil=True, cache=True)
+def first_repeat(topk_idx):
+    """(token, slot) of the first id that its token already named, or (-1, -1)."""
+    for t in range(topk_idx.shape[0]):
+        for k in range(topk_idx.shape[1]):
+            for earlier in range(k):
+                if topk_idx[t, k] >= 0 and topk_idx[t, earlier] == topk_idx[t, k]:
+                    return t, k
+    return -1, -1
+
+
+@njit(nogil=True, cache=True)
+def move_rows(source, destination, num_bytes):
+    """Copy `num_bytes` from every source[i] to destination[i] (int64 addresses). Bytes moved: 2 * rows * num_bytes."""
+    for i in range(source.size):
+        copy_bytes(destination[i], source[i], num_bytes)
+
+
+@njit(nogil=True, cache=True)
+def write_routing(records, stride, topk_at, weights_at, token_at, tokens, rank, slot_rank, slot_local, weights):
+    """Write the routing part of dispatch records: the token's local ids and weights on `rank`, and its index."""
+    num_topk = slot_rank.shape[1]
+    for i in range(tokens.size):
+        t = tokens[i]
+        record = records + i * stride
+        ids = view(record + topk_at, num_topk, np.int32)
+        share = view(record + weights_at, num_topk, np.float32)
+        for k in range(num_topk):
+            here = slot_rank[t, k] == rank
+            ids[k] = slot_local[t, k] if here else np.int32(-1)
+            share[k] = weights[t, k] if here else np.float32(0)
+        view(record + token_at, 1, np.int32)[0] = t
+
+
+@njit(nogil=True, cache=True)
+def read_routing(records, stride, topk_at, weights_at, token_at, topk_idx, weights, tokens):
+    """Read the routing part of consecutive dispatch records into topk_idx [n, K], weights [n, K], tokens [n]."""
+    num_topk = topk_idx.shape[1]
+    for i in range(tokens.size):
+        record = records + i * stride
+        ids = view(record + topk_at, num_topk, np.int32)
+        share = view(record + weights_at, num_topk, np.float32)
+        for k in range(num_topk):
+            topk_idx[i, k] = ids[k]
+            weights[i, k] = share[k]
+        tokens[i] = view(record + token_at, 1, np.int32)[0]
+
+
+@njit(nogil=True, cache=True)
+def count_experts(topk_idx, num_local_experts):
+    """Selections per local expert: topk_idx [n, K] local ids with -1 -> int32 [num_local_experts]."""
+    counts = np.zeros(num_local_experts, np.int32)
+    for expert in topk_idx.flat:
+        if expert >= 0:
+            counts[expert] += 1
+    return counts
+
+
+@njit(nogil=True, cache=True)
+def place_experts(topk_idx, offsets):
+    """Output row of every received selection: topk_idx [n, K], offsets [L + 1] -> int64 [n, K], -1 = none.
+
+    Rows of one expert follow in the order of received rows, which is (source rank, source token), then slot.
+    Worked example: topk_idx = [[0, 1], [1, -1], [0, 0]], offsets = [0, 4, 8] gives [[0, 4], [5, -1], [1, 2]].
+    """
+    rows = np.full(topk_idx.shape, -1, np.int64)
+    cursor = offsets.astype(np.int64)
+    for i in range(topk_idx.shape[0]):
+        for k in range(topk_idx.shape[1]):
+            expert = topk_idx[i, k]
+            if expert >= 0:
+                rows[i, k] = cursor[expert]
+                cursor[expert] += 1
+    return rows
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _add_bf16(total, row):
+    for h in range(row.size):
+        total[h] += bits_float(np.uint32(row[h]) << np.uint32(16))
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _add_weighted_bf16(total, row, weight):
+    for h in range(row.size):
+        total[h] += weight * bits_float(np.uint32(row[h]) << np.uint32(16))
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _add_float32(total, row, weight, weighted):
+    for h in range(row.size):
+        total[h] += weight * row[h] if weighted else row[h]
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _round_bf16(total, out):
+    """Round to nearest even; NaN becomes the quiet NaN 0x7fc0 as torch's cast does."""
+    for h in range(out.size):
+        bits = float_bits(total[h])
+        rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+        is_nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+        out[h] = np.uint16(0x7FC0) if is_nan else np.uint16(rounded)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def reduce_rows(operands, is_float32, weights, weighted, biases, out, hidden):
+    """out[i] = bfloat16(0 + biases + sum over k of weights[i, k] * row at operands[i, k]), in float32, k ascending.
+
+    operands [n, K] int64 addresses of rows of `hidden` bfloat16 (or float32) values, 0 = no row; weights [n, K] float32
+    used if `weighted`; biases [num_biases, n] int64 addresses; out [n] int64 addresses. Products and sums are not
+    fused. Bytes moved: 2 * hidden * (rows + n) for bfloat16.
+
+    Worked example, hidden 1: rows 1.0 and 3.0 with weights 0.5 and 2.0 and bias 1.0 give 0 + 1 + 0.5 + 6 = 7.5.
+    """
+    total = np.empty(_BLOCK, np.float32)
+    for i in range(out.size):
+        for first in range(0, hidden, _BLOCK):
+            width = min(_BLOCK, hidden - first)
+            total[:] = np.float32(0)
+            for b in range(biases.shape[0]):
+                _add_bf16(total, view(biases[b, i] + 2 * first, width, np.uint16))
+            for k in range(operands.shape[1]):
+                address = operands[i, k]
+                if address == 0:
+                    continue
+                if is_float32:
+                    _add_float32(total, view(address + 4 * first, width, np.float32), weights[i, k], weighted)
+                elif weighted:
+                    _add_weighted_bf16(total, view(address + 2 * first, width, np.uint16), weights[i, k])
+                else:
+                    _add_bf16(total, view(address + 2 * first, width, np.uint16))
+            _round_bf16(total, view(out[i] + 2 * first, width, np.uint16))

@@ -1,0 +1,243 @@
+"""The host runtime: executes protocols with real words and real rows, on windows that this process can address.
+
+Protocol halves are generators of operations (`expertwire.protocols`); `run` carries each operation out. What a put
+writes is decided by the caller of the half, `dispatch.py` or `combine.py` of this package.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from expertwire.errors import GroupMismatch, MissedSignal, PeerLost, PeerRefused, PeerTimeout
+from expertwire.host.kernels import Kernels
+from expertwire.layouts.window import GUARD_BYTES, HEADER_BYTES, WindowLayout
+from expertwire.ordering.operations import Load, PutSignal, Region, Signal, Wait, Word
+from expertwire.protocols.epoch_signal import REFUSED, pack, unpack
+from expertwire.protocols.lane import Step
+
+_GUARD = 0xA5
+_POISON = 0xFF
+_FIRST_PATIENCE = (200, 200, 10)
+_PATIENCE = (0, 0, 100)
+
+Put = Callable[[int, Region, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What travels in front of the rows of a put: the settings of the call, to be compared, and the wish for gradients.
+
+    Backward passes are collective: if one rank needs gradients, all take part.
+    """
+
+    text: str
+    needs_grad: bool = False
+
+
+class Windows(Protocol):
+    """What the engine needs of a transport."""
+
+    rank: int
+    num_ranks: int
+    windows: list[NDArray[np.uint8]]
+
+    def alive(self, peer: int) -> bool | None: ...
+
+    def raise_if_aborted(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class HostRuntime:
+    """One rank's end of a group. Not thread-safe: one rank, one thread at a time."""
+
+    def __init__(
+        self,
+        layout: WindowLayout,
+        transport: Windows,
+        kernels: Kernels,
+        *,
+        timeout_s: float | None,
+        mask_peers: bool,
+        debug_poison: bool,
+    ) -> None:
+        self.kernels = kernels
+        self.layout = layout
+        self.transport = transport
+        self.rank, self.num_ranks = transport.rank, transport.num_ranks
+        self.timeout_s = timeout_s
+        self.mask_peers = mask_peers
+        self.debug_poison = debug_poison
+        self.masked: set[int] = set()
+        self.wait_s = np.zeros(self.num_ranks)
+        self.base = [window.ctypes.data for window in transport.windows]
+        self.own = transport.windows[self.rank]
+        if debug_poison:
+            self._poison_window()
+
+    # -- words ---------------------------------------------------------------------------------------------------
+
+    def _address(self, owner: int, word: Word) -> int:
+        return self.base[owner] + self.layout.word(word.purpose, word.writer, word.bank)
+
+    def publish(self, peer: int, word: Word, epoch: int, count: int = 0) -> None:
+        self.kernels.publish(self._address(peer, word), pack(epoch, count))
+
+    def _is_set(self, word: Word) -> bool:
+        return self.kernels.read_word(self._address(self.rank, word)) != 0
+
+    def has_left(self, peer: int) -> bool:
+        """The peer will signal no more: it closed its buffer, goes on without this rank, or its process is gone."""
+        if self._is_set(Word("leaving", peer)) or self._is_set(Word("excluded", peer)):
+            return True
+        return self.transport.alive(peer) is False
+
+    def mask(self, peer: int) -> None:
+        """Skip this peer from now on, and let it know, so that it does not write here any more."""
+        self.masked.add(peer)
+        self.publish(peer, Word("excluded", self.rank), 1)
+
+    def _usable(self, peer: int) -> bool:
+        if peer not in self.masked and self._is_set(Word("excluded", peer)):
+            if not self.mask_peers:
+                raise PeerLost(
+                    self.rank, "send", [], 0.0, f"Rank {peer} timed out waiting for this rank and goes on without it."
+                )
+            self.mask(peer)
+        return peer not in self.masked
+
+    # -- protocol steps ------------------------------------------------------------------------------------------
+
+    def run(self, phase: str, step: Step, put: Put | None = None) -> dict[int, int]:
+        """Carry out one half of a protocol; returns the last count that each writer signalled, masked ones absent.
+
+        `put(peer, region, count)` writes rows into a peer's window before their signal.
+        """
+        counts: dict[int, int] = {}
+        started = time.perf_counter()
+        answer: int | None = None
+        while True:
+            try:
+                operation = step.send(answer)
+            except StopIteration:
+                return counts
+            answer = None
+            match operation:
+                case PutSignal(peer, region, count, word, epoch):
+                    if self._usable(peer):
+                        assert put is not None
+                        put(peer, region, count)
+                        self.publish(peer, word, epoch, count)
+                case Signal(peer, word, epoch, count):
+                    if peer not in self.masked:
+                        self.publish(peer, word, epoch, count)
+                case Wait(word, epoch):
+                    answer = self._wait(phase, word, epoch, started)
+                    if answer is not None:
+                        counts[word.writer] = answer
+                case Load():
+                    pass  # the caller reads the rows where they lie, before it runs `finish`
+                case _:
+                    raise AssertionError(f"the host engine has no {operation}")
+
+    def _wait(self, phase: str, word: Word, epoch: int, started: float) -> int | None:
+        """The count of the word once it has reached `epoch`; None if its writer is masked."""
+        peer = word.writer
+        if peer in self.masked:
+            return None
+        address, wanted = self._address(self.rank, word), pack(epoch, REFUSED)
+        seen = self.kernels.wait_word(address, wanted, *_FIRST_PATIENCE)
+        began = time.perf_counter()
+        while seen < wanted:
+            self.transport.raise_if_aborted()
+            lost = self.has_left(peer)
+            if lost:  # it may have signalled just before it left
+                seen = self.kernels.read_word(address)
+                if seen >= wanted:
+                    break
+            waited = time.perf_counter() - started
+            if lost or (self.timeout_s is not None and waited > self.timeout_s):
+                if not self.mask_peers:
+                    self._give_up(phase, word, epoch, waited, lost)
+                self.mask(peer)
+                return None
+            seen = self.kernels.wait_word(address, wanted, *_PATIENCE)
+        self.wait_s[peer] += time.perf_counter() - began
+        return unpack(seen)[1]
+
+    def _give_up(self, phase: str, word: Word, epoch: int, waited: float, lost: bool) -> None:
+        """Raise with every peer that has not signalled, not only the one that was waited for."""
+        missed = []
+        for peer in range(self.num_ranks):
+            seen = self.kernels.read_word(self._address(self.rank, Word(word.purpose, peer, word.bank)))
+            gone = self.has_left(peer)
+            if seen < pack(epoch, REFUSED) and peer not in self.masked and (gone or not lost):
+                missed.append(MissedSignal(peer, epoch, *unpack(seen), alive=False if gone else self.transport.alive(peer)))
+        if lost:
+            hint = "Create the buffer with on_timeout='mask' to go on without such ranks, or restart the group."
+            raise PeerLost(self.rank, phase, missed, waited, hint)
+        hint = "If the ranks are only slow (compiling, loading), raise buf.timeout_s; on_timeout='mask' skips them."
+        raise PeerTimeout(self.rank, phase, missed, waited, hint)
+
+    # -- headers -------------------------------------------------------------------------------------------------
+
+    def write_header(self, peer: int, offset: int, header: Header) -> None:
+        """Describe a put in front of its rows: how the writer understood this call, or why it refused it."""
+        raw = bytes([header.needs_grad]) + header.text.encode()[: HEADER_BYTES - 3]
+        raw = len(raw).to_bytes(2, "little") + raw
+        self.transport.windows[peer][offset : offset + len(raw)] = np.frombuffer(raw, np.uint8)
+
+    def read_header(self, offset: int) -> Header:
+        raw = self.own[offset : offset + HEADER_BYTES].tobytes()
+        end = 2 + int.from_bytes(raw[:2], "little")
+        return Header(raw[3:end].decode(errors="replace"), bool(raw[2]))
+
+    def check_headers(self, phase: str, counts: dict[int, int], offsets: Sequence[int], expected: str) -> bool:
+        """Raise if a peer refused this step, or called it with other settings. True if any rank needs gradients."""
+        headers = {peer: self.read_header(offsets[peer]) for peer in counts}
+        refused = [peer for peer, count in counts.items() if count == REFUSED]
+        if refused:
+            reasons = "; ".join(f"rank {peer}: {headers[peer].text}" for peer in refused)
+            raise PeerRefused(
+                f"rank {self.rank}: this {phase} is void, since a peer refused its arguments ({reasons}). "
+                "The next call works as usual.",
+                refused,
+            )
+        for peer, header in headers.items():
+            if header.text != expected:
+                raise GroupMismatch(
+                    f"rank {self.rank}: ranks call {phase} differently: here ({expected}), "
+                    f"on rank {peer} ({header.text}). All ranks must pass the same settings."
+                )
+        return any(header.needs_grad for header in headers.values())
+
+    # -- debugging -----------------------------------------------------------------------------------------------
+
+    def _poison_window(self) -> None:
+        self.own[self.layout.words_bytes :] = _POISON
+        for offset in self.layout.guards():
+            self.own[offset : offset + GUARD_BYTES] = _GUARD
+
+    def broken_guards(self) -> list[int]:
+        """Byte offsets of guards that somebody wrote to (with debug_poison only)."""
+        guards = self.layout.guards() if self.debug_poison else ()
+        return [at for at in guards if (self.own[at : at + GUARD_BYTES] != _GUARD).any()]
+
+    def poison(self, offset: int, num_bytes: int) -> None:
+        """Overwrite consumed rows with NaN, so that nobody reads them again unnoticed."""
+        if self.debug_poison:
+            self.own[offset : offset + num_bytes] = _POISON
+
+    # -- leaving -------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Tell the peers, forget the windows. Does not wait for anybody."""
+        for peer in range(self.num_ranks):
+            self.publish(peer, Word("leaving", self.rank), 1)
+        self.transport.close()

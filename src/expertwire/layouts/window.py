@@ -1,0 +1,104 @@
+"""A rank's window: the memory that peers write into. The same object describes it on every rank and in every engine.
+
+    words      [bank][purpose][writer]        8-byte signal words, one cache line each
+    dispatch   [bank][writer]                 header, then `capacity` dispatch records
+    combine    [bank]                         one header per writer, then [capacity][num_topk] combine records
+
+Regions are separated by guards that nobody writes. All addresses depend on what was fixed at creation, never on a call:
+a call with shorter rows packs them more densely inside the region, but no region moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from expertwire._math import round_up
+from expertwire.layouts.rows import CombineRow, DispatchRow, max_combine_bytes, max_data_bytes
+
+LINE_BYTES = 64
+HEADER_BYTES = 256
+GUARD_BYTES = 64
+PURPOSES = (
+    "barrier",
+    "leaving",  # the writer has closed its buffer
+    "excluded",  # the writer has masked this rank
+    "dispatch_ready",
+    "dispatch_done",
+    "combine_ready",
+    "combine_done",
+)
+
+
+@dataclass(frozen=True)
+class WindowLayout:
+    """`capacity` is num_max_tokens_per_rank, `num_banks` is max_in_flight."""
+
+    num_ranks: int
+    capacity: int
+    hidden: int
+    num_topk: int
+    num_banks: int
+
+    @cached_property
+    def dispatch_region_bytes(self) -> int:
+        """One writer's share of one bank."""
+        record = DispatchRow(max_data_bytes(self.hidden), 0, self.num_topk).stride
+        return round_up(HEADER_BYTES + self.capacity * record, LINE_BYTES)
+
+    @cached_property
+    def combine_bank_bytes(self) -> int:
+        record = CombineRow(max_combine_bytes(self.hidden), 0).stride
+        return round_up(self.num_ranks * HEADER_BYTES + self.capacity * self.num_topk * record, LINE_BYTES)
+
+    @cached_property
+    def words_bytes(self) -> int:
+        return self.num_banks * len(PURPOSES) * self.num_ranks * LINE_BYTES
+
+    def word(self, purpose: str, writer: int, bank: int = 0) -> int:
+        """Byte offset of the signal word that `writer` writes for `purpose` in `bank`."""
+        assert 0 <= writer < self.num_ranks
+        assert 0 <= bank < self.num_banks
+        index = (bank * len(PURPOSES) + PURPOSES.index(purpose)) * self.num_ranks + writer
+        return index * LINE_BYTES
+
+    @cached_property
+    def _dispatch(self) -> int:
+        return self.words_bytes + GUARD_BYTES
+
+    @cached_property
+    def _combine(self) -> int:
+        regions = self.num_banks * self.num_ranks
+        return self._dispatch + regions * (self.dispatch_region_bytes + GUARD_BYTES)
+
+    def dispatch_header(self, bank: int, writer: int) -> int:
+        assert 0 <= bank < self.num_banks
+        assert 0 <= writer < self.num_ranks
+        return self._dispatch + (bank * self.num_ranks + writer) * (self.dispatch_region_bytes + GUARD_BYTES)
+
+    def dispatch_rows(self, bank: int, writer: int) -> int:
+        """Byte offset of the first record; the others follow at the stride of the call's `DispatchRow`."""
+        return self.dispatch_header(bank, writer) + HEADER_BYTES
+
+    def combine_header(self, bank: int, writer: int) -> int:
+        assert 0 <= bank < self.num_banks
+        assert 0 <= writer < self.num_ranks
+        return self._combine + bank * (self.combine_bank_bytes + GUARD_BYTES) + writer * HEADER_BYTES
+
+    def combine_rows(self, bank: int) -> int:
+        """Byte offset of record (token 0, slot 0); record (t, k) is `(t * num_topk + k) * stride` further."""
+        return self.combine_header(bank, 0) + self.num_ranks * HEADER_BYTES
+
+    @cached_property
+    def total_bytes(self) -> int:
+        return self._combine + self.num_banks * (self.combine_bank_bytes + GUARD_BYTES)
+
+    def guards(self) -> Iterator[int]:
+        """Byte offsets of the `GUARD_BYTES` long guards, one after every region."""
+        yield self.words_bytes
+        for bank in range(self.num_banks):
+            for writer in range(self.num_ranks):
+                yield self.dispatch_header(bank, writer) + self.dispatch_region_bytes
+        for bank in range(self.num_banks):
+            yield self.combine_header(bank, 0) + self.combine_bank_bytes

@@ -1,0 +1,55 @@
+"""What a transport provides: windows, and what can be known about the other side."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Bootstrap(Protocol):
+    """How ranks find each other before there are windows."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def num_ranks(self) -> int: ...
+
+    def all_gather(self, value: object) -> list[Any]:
+        """Every rank's value, in rank order. Collective."""
+        ...
+
+
+class Transport(ABC):
+    """One mapped window per rank: `windows[r]` is rank r's memory, `windows[rank]` the own one, zero at the start.
+
+    `mechanism` says how put_signal keeps its promise here, `profile` under which rules that was model-checked.
+    """
+
+    name: ClassVar[str]
+    mechanism: ClassVar[str]
+    profile: ClassVar[str]
+
+    rank: int
+    num_ranks: int
+    windows: list[NDArray[np.uint8]]
+
+    @classmethod
+    @abstractmethod
+    def unavailable(cls) -> str | None:
+        """None if this transport works on this machine, else the reason and the remedy."""
+
+    @abstractmethod
+    def alive(self, peer: int) -> bool | None:
+        """False once the peer can no longer act; None where that cannot be known."""
+
+    def raise_if_aborted(self) -> None:
+        """Raise if something outside the group's own protocol has ended this group."""
+        return
+
+    def close(self) -> None:
+        """Forget the windows. Memory stays mapped while a tensor still looks at it. Never communicates."""
+        self.windows = []

@@ -1,0 +1,97 @@
+"""Ranks as threads of one process: windows are plain memory that all of them see."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+
+from expertwire.errors import PeerLost, WorldAborted
+from expertwire.transports.base import Bootstrap, Transport
+
+
+class Crew:
+    """The shared state of the ranks of one `World.run`."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self.running = [True] * num_ranks
+        self.failure: tuple[int, BaseException] | None = None
+        self._changed = threading.Condition()
+        self._slots: list[Any] = [None] * num_ranks
+        self._arrived = 0
+        self._round = 0
+        self._result: list[Any] = []
+
+    def leave(self, rank: int, error: BaseException | None = None) -> None:
+        """The function of `rank` has ended. The first error ends all ranks."""
+        with self._changed:
+            self.running[rank] = False
+            if error is not None and self.failure is None:
+                self.failure = (rank, error)
+            self._changed.notify_all()
+
+    def raise_if_aborted(self, rank: int) -> None:
+        if self.failure is not None and self.failure[0] != rank:
+            raise WorldAborted(f"rank {rank} stops because rank {self.failure[0]} raised {self.failure[1]!r}")
+
+    def all_gather(self, rank: int, value: object) -> list[Any]:
+        with self._changed:
+            self._slots[rank] = value
+            self._arrived += 1
+            mine = self._round
+            if self._arrived == self.num_ranks:
+                self._result, self._slots = self._slots, [None] * self.num_ranks
+                self._arrived, self._round = 0, mine + 1
+                self._changed.notify_all()
+            while self._round == mine:
+                self.raise_if_aborted(rank)
+                gone = [r for r, running in enumerate(self.running) if not running]
+                if gone:
+                    raise PeerLost(rank, "all_gather", [], 0.0, f"Rank(s) {gone} of this World have already returned.")
+                self._changed.wait(timeout=1.0)
+            return list(self._result)
+
+
+class Rank:
+    """One rank of a World: what `World.run` hands to your function, accepted wherever a group is."""
+
+    def __init__(self, crew: Crew, rank: int) -> None:
+        self.crew = crew
+        self.rank = rank
+        self.num_ranks = crew.num_ranks
+
+    def all_gather(self, value: object) -> list[Any]:
+        """Every rank's value, in rank order. Collective."""
+        return self.crew.all_gather(self.rank, value)
+
+    def barrier(self) -> None:
+        """Wait until every rank of the World is here."""
+        self.all_gather(None)
+
+    def __repr__(self) -> str:
+        return f"Rank({self.rank} of {self.num_ranks})"
+
+
+class Inproc(Transport):
+    name = "inproc"
+    mechanism = "stores, then a release store of the word; acquire load"
+    profile = "host"
+
+    def __init__(self, bootstrap: Bootstrap, window_bytes: int) -> None:
+        assert isinstance(bootstrap, Rank)
+        self.rank, self.num_ranks = bootstrap.rank, bootstrap.num_ranks
+        self._crew = bootstrap.crew
+        # np.zeros maps fresh pages that cost nothing until they are touched.
+        self.windows = bootstrap.all_gather(np.zeros(window_bytes, np.uint8))
+
+    @classmethod
+    def unavailable(cls) -> str | None:
+        return None
+
+    def alive(self, peer: int) -> bool | None:
+        return self._crew.running[peer]
+
+    def raise_if_aborted(self) -> None:
+        self._crew.raise_if_aborted(self.rank)

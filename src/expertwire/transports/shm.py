@@ -1,0 +1,115 @@
+"""Ranks as processes of one host: each window is an anonymous memory file that the peers map.
+
+The file has no name: peers open it through the owner's /proc/<pid>/fd while the owner still holds it open. When all
+have mapped it the descriptors are closed, so a crash at any moment leaves nothing behind, and the size of the
+shared-memory file system (64 MB in many containers) does not matter.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import sys
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from expertwire.errors import TransportUnavailable
+from expertwire.transports.base import Bootstrap, Transport
+
+_HUGE_PAGE_BYTES = 2 << 20
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """What a rank tells its peers: where its window is, or why it has none."""
+
+    host: str
+    pid: int
+    descriptor: int
+    error: str = ""
+
+
+def _host_identity() -> str:
+    """Equal on two ranks exactly when they can see each other's /proc entries."""
+    with open("/proc/sys/kernel/random/boot_id") as boot_id:
+        return f"{boot_id.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+
+
+def _map(descriptor: int, num_bytes: int) -> NDArray[np.uint8]:
+    memory = mmap.mmap(descriptor, num_bytes)
+    if num_bytes >= 4 * _HUGE_PAGE_BYTES:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8)
+
+
+class Shm(Transport):
+    name = "shm"
+    mechanism = "stores to shared memory, then a release store of the word; acquire load"
+    profile = "host"
+
+    def __init__(self, bootstrap: Bootstrap, window_bytes: int) -> None:
+        self.rank, self.num_ranks = bootstrap.rank, bootstrap.num_ranks
+        self.windows = []
+        own = -1
+        opened: list[int] = []
+        self._processes: list[int] = []
+        try:
+            try:
+                own = os.memfd_create("expertwire")
+                os.ftruncate(own, window_bytes)
+                offer = _Offer(_host_identity(), os.getpid(), own)
+            except OSError as error:
+                offer = _Offer("", os.getpid(), -1, f"cannot create a window of {window_bytes} bytes: {error}")
+            offers: list[_Offer] = bootstrap.all_gather(offer)
+            problem = self._attach(offers, opened, window_bytes, own)
+            problems = bootstrap.all_gather(problem)
+        finally:
+            for descriptor in [*opened, *([own] if own >= 0 else [])]:
+                os.close(descriptor)
+        failed = {rank: reason for rank, reason in enumerate(problems) if reason}
+        if failed:
+            self.close()
+            raise TransportUnavailable(f"shm transport: {'; '.join(f'rank {r}: {why}' for r, why in failed.items())}")
+
+    def _attach(self, offers: list[_Offer], opened: list[int], window_bytes: int, own: int) -> str:
+        """Map every peer's window; returns what went wrong, or an empty string."""
+        hosts = {offer.host for offer in offers if not offer.error}
+        if offers[self.rank].error:
+            return offers[self.rank].error
+        if len(hosts) > 1:
+            return "the ranks do not share one host and pid namespace; shm needs both"
+        for peer, offer in enumerate(offers):
+            if offer.error:
+                return f"rank {peer} has no window"
+            try:
+                descriptor = own
+                if peer != self.rank:
+                    descriptor = os.open(f"/proc/{offer.pid}/fd/{offer.descriptor}", os.O_RDWR)
+                    opened.append(descriptor)
+                self.windows.append(_map(descriptor, window_bytes))
+                self._processes.append(os.pidfd_open(offer.pid))
+            except (OSError, ValueError) as error:
+                return f"cannot map the window of rank {peer} (pid {offer.pid}, {window_bytes} bytes): {error}"
+        return ""
+
+    @classmethod
+    def unavailable(cls) -> str | None:
+        if not sys.platform.startswith("linux"):
+            return "needs Linux (memfd and pidfd); use ew.World for ranks in one process"
+        if not hasattr(os, "pidfd_open"):
+            return "this Python was built without os.pidfd_open; use a build for Linux 5.3 or newer"
+        return None
+
+    def alive(self, peer: int) -> bool | None:
+        ended = select.poll()
+        ended.register(self._processes[peer], select.POLLIN)
+        return not ended.poll(0)
+
+    def close(self) -> None:
+        super().close()
+        for descriptor in self._processes:
+            os.close(descriptor)
+        self._processes = []
