@@ -1,0 +1,250 @@
+"""Ranks as real processes of this host, with a gloo process group over the loopback interface.
+
+`run_processes` starts them for one call. `Processes` keeps them: a process takes a second or two to start, most of it
+to import torch, while a further call costs a message.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from expertwire.errors import ExpertWireError
+
+
+class RankError(ExpertWireError, RuntimeError):
+    """A rank's process ended without an answer, or its error or result could not be carried over."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a call ended on one rank: with a value, with an error, or with the process (`exit_code`, -9 = SIGKILL)."""
+
+    rank: int
+    value: Any = None
+    error: BaseException | None = None
+    exit_code: int | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.error is None and self.exit_code is None
+
+
+def run_processes(num_ranks: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
+    """Call `fn(group, *args)` in `num_ranks` fresh processes and return the results in rank order.
+
+    `fn` must be importable (a function at the top of a module); arguments and results must be picklable. The first
+    failure is raised here with a note that names its rank; then, and after `timeout_s`, the others are killed. No
+    process is left when this returns.
+    """
+    with Processes(num_ranks) as processes:
+        return processes.run(fn, *args, timeout_s=timeout_s)
+
+
+class Processes:
+    """`max_ranks` processes that serve many calls, on all of them or on the first few.
+
+        with Processes(4) as processes:
+            processes.run(fn, 1, 2)                     # fn(group, 1, 2) on ranks 0..3
+            processes.run(fn, 1, 2, num_ranks=2)        # on ranks 0 and 1, with a group of two
+
+    They start with the first call. After a failure they are killed, and the next call starts new ones.
+    """
+
+    def __init__(self, max_ranks: int, *, start_timeout_s: float = 120.0) -> None:
+        self.max_ranks = max_ranks
+        self._start_timeout_s = start_timeout_s
+        self._processes: list[SpawnProcess] = []
+        self._pipes: list[Connection] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids in rank order; empty before the first call and after a failure."""
+        return [process.pid for process in self._processes if process.pid is not None]
+
+    def run(
+        self, fn: Callable[..., Any], *args: Any, num_ranks: int | None = None, timeout_s: float = 120.0
+    ) -> list[Any]:
+        """Results of `fn(group, *args)` in rank order, or the first failure, raised."""
+        outcomes = self._call(fn, args, num_ranks, timeout_s, stop_at_failure=True)
+        for outcome in outcomes:  # in the order in which they came
+            if not outcome.ok:
+                error = outcome.error or RankError(f"the process of rank {outcome.rank} ended ({outcome.exit_code})")
+                error.add_note(f"raised on rank {outcome.rank} of {num_ranks or self.max_ranks}")
+                raise error
+        return [outcome.value for outcome in sorted(outcomes, key=lambda o: o.rank)]
+
+    def outcomes(
+        self, fn: Callable[..., Any], *args: Any, num_ranks: int | None = None, timeout_s: float = 120.0
+    ) -> list[Outcome]:
+        """How `fn(group, *args)` ended on each rank, in rank order, when all have ended. For fault tests."""
+        outcomes = self._call(fn, args, num_ranks, timeout_s, stop_at_failure=False)
+        return sorted(outcomes, key=lambda o: o.rank)
+
+    def _call(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        num_ranks: int | None,
+        timeout_s: float,
+        *,
+        stop_at_failure: bool,
+    ) -> list[Outcome]:
+        """Outcomes in the order in which they came. After a failure no process is left."""
+        num_ranks = num_ranks or self.max_ranks
+        if not 1 <= num_ranks <= self.max_ranks:
+            raise ValueError(f"num_ranks must be 1..{self.max_ranks}, got {num_ranks}")
+        message = pickle.dumps((num_ranks, fn, args))
+        if not self._processes:
+            self._start()
+        for pipe in self._pipes[:num_ranks]:
+            pipe.send_bytes(message)
+        outcomes: list[Outcome] = []
+        try:
+            for outcome in self._answers(num_ranks, timeout_s):
+                outcomes.append(outcome)
+                if stop_at_failure and not outcome.ok:
+                    break
+        except BaseException:
+            self.close(grace_s=0)
+            raise
+        if not all(outcome.ok for outcome in outcomes):
+            self.close(grace_s=0)
+        return outcomes
+
+    def _answers(self, num_ranks: int, timeout_s: float) -> Any:
+        """Yield one Outcome per rank, as they come."""
+        deadline = time.monotonic() + timeout_s
+        ranks = {pipe: rank for rank, pipe in enumerate(self._pipes[:num_ranks])}
+        while ranks:
+            ready = wait(list(ranks), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise TimeoutError(f"rank(s) {sorted(ranks.values())} did not end within {timeout_s} s; killed")
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                rank = ranks.pop(pipe)
+                try:
+                    value, error = pickle.loads(pipe.recv_bytes())
+                except EOFError:  # the process has ended
+                    self._processes[rank].join()
+                    yield Outcome(rank, exit_code=self._processes[rank].exitcode)
+                else:
+                    yield Outcome(rank, value, None if error is None else _rebuild(*error))
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory(prefix="expertwire-ranks-")
+        store = os.path.join(self._folder.name, "store")
+        for rank in range(self.max_ranks):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(theirs, rank, self.max_ranks, store), name=f"expertwire-rank-{rank}", daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+        try:
+            problems = [outcome for outcome in self._answers(self.max_ranks, self._start_timeout_s) if not outcome.ok]
+        except BaseException:
+            self.close(grace_s=0)
+            raise
+        if problems:
+            self.close(grace_s=0)
+            reason = problems[0].error or f"exit code {problems[0].exit_code}"
+            raise RankError(f"the process of rank {problems[0].rank} did not start: {reason!r}")
+
+    def close(self, grace_s: float = 5.0) -> None:
+        """End all processes: idle ones leave by themselves; SIGKILL for what is left after `grace_s`. Idempotent."""
+        for pipe in self._pipes:
+            pipe.close()
+        deadline = time.monotonic() + grace_s
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        for process in self._processes:
+            process.kill()
+            process.join()
+            process.close()
+        self._processes, self._pipes = [], []
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _serve(pipe: Connection, rank: int, max_ranks: int, store_path: str) -> None:
+    """Body of a rank's process: answer calls until the pipe is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    try:
+        store = dist.FileStore(store_path, max_ranks)  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=max_ranks, timeout=timedelta(seconds=120))
+        groups = {n: dist.new_group(range(n)) if n < max_ranks else dist.group.WORLD for n in range(1, max_ranks + 1)}
+    except BaseException as error:  # noqa: BLE001  # carried over to the parent
+        pipe.send_bytes(_answer(rank, None, error))
+        return
+    pipe.send_bytes(_answer(rank, None, None))
+    while True:
+        try:
+            message = pipe.recv_bytes()
+        except EOFError:
+            return
+        value, failure = None, None
+        try:
+            num_ranks, fn, args = pickle.loads(message)
+            value = fn(groups[num_ranks], *args)
+        except BaseException as error:  # noqa: BLE001  # carried over to the parent
+            failure = error
+        pipe.send_bytes(_answer(rank, value, failure))
+
+
+def _answer(rank: int, value: Any, error: BaseException | None) -> bytes:
+    """(value, error in parts); an error is taken apart since many exceptions cannot be pickled whole."""
+    if error is None:
+        try:
+            return pickle.dumps((value, None))
+        except Exception as problem:  # noqa: BLE001  # whatever pickling meets
+            error = RankError(f"the result of rank {rank} cannot be carried over: {problem!r}")
+    report = "".join(traceback.format_exception(error))
+    try:
+        whole = pickle.dumps((None, (type(error), error.args, error.__dict__, report)))
+        pickle.loads(whole)
+    except Exception:  # noqa: BLE001  # whatever pickling meets
+        return pickle.dumps((None, (RankError, (repr(error),), {}, report)))
+    return whole
+
+
+def _rebuild(kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any], report: str) -> BaseException:
+    builtin = kind
+    while builtin.__module__ != "builtins":  # the base that decides the memory layout has the right __new__
+        assert builtin.__base__ is not None
+        builtin = builtin.__base__
+    error: BaseException = builtin.__new__(kind)
+    error.args = args
+    error.__dict__.update(state)
+    error.add_note(f"in its process:\n{report}")
+    return error

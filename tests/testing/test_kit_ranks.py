@@ -1,0 +1,108 @@
+"""The test kit's processes: results in order, first failure with its rank, nothing left behind."""
+
+import os
+import signal
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from expertwire.errors import MissedSignal, PeerTimeout
+from expertwire.testing import Processes, RankError, run_processes
+
+
+def describe(group, factor):
+    total = torch.tensor([dist.get_rank(group) + 1])
+    dist.all_reduce(total, group=group)
+    return dist.get_rank(group) * factor, dist.get_world_size(group), int(total), os.getpid()
+
+
+def fail_on_one(group):
+    if dist.get_rank(group) == 1:
+        missed = MissedSignal(peer=0, expected_epoch=3, seen_epoch=2, seen_count=5, alive=True)
+        raise PeerTimeout(1, "dispatch receive", [missed], 2.0, "hint")
+    threading.Event().wait()  # only killing ends this
+
+
+def die_on_one(group):
+    if dist.get_rank(group) == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return "alive"
+
+
+def hang(group):
+    threading.Event().wait()
+
+
+def unpicklable(group):
+    return threading.Lock()
+
+
+def is_gone(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+@pytest.fixture(scope="module")
+def processes():
+    with Processes(3) as crew:
+        yield crew
+
+
+def test_results_come_in_rank_order(processes):
+    answers = processes.run(describe, 10)
+    assert [a[:3] for a in answers] == [(0, 3, 6), (10, 3, 6), (20, 3, 6)]
+    assert [a[3] for a in answers] == processes.pids
+    assert os.getpid() not in processes.pids
+
+
+def test_a_call_may_use_the_first_ranks_only(processes):
+    assert [a[:3] for a in processes.run(describe, 10, num_ranks=2)] == [(0, 2, 3), (10, 2, 3)]
+    assert [a[:3] for a in processes.run(describe, 10, num_ranks=1)] == [(0, 1, 1)]
+    with pytest.raises(ValueError, match=r"1\.\.3, got 4"):
+        processes.run(describe, 10, num_ranks=4)
+
+
+def test_what_cannot_be_carried_over_is_an_error(processes):
+    with pytest.raises(RankError, match="cannot be carried over"):
+        processes.run(unpicklable)
+    assert processes.run(describe, 1)[2][:3] == (2, 3, 6)  # started anew
+
+
+def test_the_first_failure_is_raised_with_its_rank_and_ends_the_others(processes):
+    processes.run(describe, 1)
+    pids = processes.pids
+    with pytest.raises(PeerTimeout, match=r"rank 1 waited 2\.0 s in phase 'dispatch receive'") as caught:
+        processes.run(fail_on_one)
+    assert caught.value.peers == (0,)
+    assert caught.value.missed[0].expected_epoch == 3
+    assert "raised on rank 1 of 3" in caught.value.__notes__
+    assert any("fail_on_one" in note for note in caught.value.__notes__)
+    assert all(is_gone(pid) for pid in pids)
+
+
+def test_outcomes_tell_how_each_rank_ended(processes):
+    outcomes = processes.outcomes(die_on_one)
+    assert [o.rank for o in outcomes] == [0, 1, 2]
+    assert [o.ok for o in outcomes] == [True, False, True]
+    assert (outcomes[0].value, outcomes[1].exit_code) == ("alive", -signal.SIGKILL)
+    with pytest.raises(RankError, match="rank 1"):
+        processes.run(die_on_one)
+
+
+def test_a_hang_ends_in_time(processes):
+    processes.run(describe, 1)
+    pids = processes.pids
+    with pytest.raises(TimeoutError, match=r"rank\(s\) \[0, 1\] did not end within 0\.2 s"):
+        processes.run(hang, num_ranks=2, timeout_s=0.2)
+    assert all(is_gone(pid) for pid in pids)
+
+
+def test_run_processes_leaves_nothing():
+    ((_, world_size, _, pid),) = run_processes(1, describe, 1)
+    assert world_size == 1
+    assert is_gone(pid)
