@@ -50,7 +50,7 @@ def shape(num_experts: Any, hidden: Any, num_topk: Any, num_max_tokens_per_rank:
     """The sizes that a buffer is created with."""
     integer("num_experts", num_experts, 1, MAX_EXPERTS)
     integer("num_topk", num_topk, 1, MAX_TOPK)
-    integer("num_max_tokens_per_rank", num_max_tokens_per_rank, 1, MAX_COUNT // MAX_TOPK)
+    integer("num_max_tokens_per_rank", num_max_tokens_per_rank, 1, MAX_COUNT // num_topk)
     integer("max_in_flight", max_in_flight, 1, 64)
     integer("hidden", hidden, 1, 1 << 20)
     if hidden % 8:
@@ -114,3 +114,17 @@ def row_fits(rank: int, data_bytes: int, payload_bytes: int, sf_bytes: int, hidd
             f"rank {rank}: a row of {payload_bytes} payload and {sf_bytes} scale bytes needs {data_bytes} bytes, but "
             f"the buffer (hidden={hidden}) has room for {max_data_bytes(hidden)}"
         )
+
+
+def timeout(value: object) -> None:
+    if value is not None and not (isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0):
+        raise InvalidArgument(f"timeout_s must be a positive number of seconds or None, got {value!r}")
+
+
+def placement(value: object, num_experts: int, num_ranks: int) -> None:
+    if not isinstance(value, Placement):
+        raise InvalidArgument(f"placement must be an ew.Placement, got {type(value).__name__}")
+    if value.num_experts != num_experts:
+        raise InvalidArgument(f"placement has {value.num_experts} experts, but num_experts={num_experts}")
+    if max(value.expert_ranks) >= num_ranks:
+        raise InvalidArgument(f"placement names rank {max(value.expert_ranks)}, but the group has {num_ranks} ranks")

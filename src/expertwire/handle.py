@@ -26,6 +26,7 @@ class Handle:
         self._owner = owner
         self._busy = False
         self._routing: Any = None
+        self._arrangement: Any = None
         self._arrived: Any = None
         self._on_finish: Callable[[], None] | None = None
         self._edge: torch.Tensor | None = None

@@ -55,6 +55,21 @@ class Placed:
     offsets: Array
     needs_grad: bool
 
+    def row_source(self, num_rows: int) -> Array:
+        """int32 [num_rows, 3]: source rank, token and slot of every output row, -1 for rows that nobody fills."""
+        arrival, slot = np.nonzero(self.rows >= 0)
+        source = np.repeat(np.arange(len(self.arrivals.offsets) - 1), self.arrivals.rows_per_peer)
+        found = np.full((num_rows, 3), -1, np.int32)
+        found[self.rows[arrival, slot]] = np.stack([source[arrival], self.arrivals.tokens[arrival], slot], axis=1)
+        return found
+
+    def row_weights(self, num_rows: int) -> Array:
+        """float32 [num_rows]: the weight of every output row, 0 for rows that nobody fills."""
+        arrival, slot = np.nonzero(self.rows >= 0)
+        found = np.zeros(num_rows, np.float32)
+        found[self.rows[arrival, slot]] = self.arrivals.weights[arrival, slot]
+        return found
+
 
 class HostEngine:
     """Row work of one rank. `dispatches` and `combines` count the steps of the two lanes."""
@@ -71,6 +86,9 @@ class HostEngine:
         self.num_local_experts = len(placement.local_experts(self.rank))
         self.dispatch_lane = Lane("dispatch", runtime.layout.num_banks)
         self.combine_lane = Lane("combine", runtime.layout.num_banks)
+        self.rows_sent = [0] * self.num_ranks
+        self.rows_received = [0] * self.num_ranks
+        self.bytes_sent = [0] * self.num_ranks
         self._workspaces: dict[tuple[int, str], torch.Tensor] = {}
 
     # -- send dispatch -------------------------------------------------------------------------------------------
@@ -111,6 +129,10 @@ class HostEngine:
         self, epoch: int, routing: Routing, rows: WireRows, header: Header, *, cached: bool, keep_own: bool
     ) -> None:
         dispatch.send(self.runtime, self.dispatch_lane, epoch, routing, rows, header, cached=cached, keep_own=keep_own)
+        stride = self.dispatch_row(rows.payload_bytes, rows.sf_bytes).stride
+        for peer, count in enumerate(routing.rows_per_peer):
+            self.rows_sent[peer] += count
+            self.bytes_sent[peer] += count * stride
 
     # -- receive dispatch ----------------------------------------------------------------------------------------
 
@@ -122,18 +144,21 @@ class HostEngine:
         arrangement: Arrangement,
         *,
         known: Placed | None,
+        send_routing: bool,
         own: tuple[Routing, WireRows] | None,
         zero_unused: bool,
         reuse_bank: bool,
     ) -> Placed:
         """Wait for all peers and put their rows into place.
 
-        `known` repeats an earlier placement (cached dispatch); `own` are the rows of this rank that were not copied
+        `known` repeats an earlier placement (cached dispatch), `send_routing` says that weights come along anew; `own` are the rows of this rank that were not copied
         into the window; `zero_unused` clears rows that nobody fills; `reuse_bank` places into the bank's workspace.
         """
         arrivals, records, needs_grad = dispatch.receive(
-            self.runtime, self.dispatch_lane, epoch, row, settings, known.arrivals if known else None
+            self.runtime, self.dispatch_lane, epoch, row, settings, known.arrivals if known and not send_routing else None
         )
+        for peer, count in enumerate(arrivals.rows_per_peer):
+            self.rows_received[peer] += int(count)
         payloads, sfs = records, records + row.sf
         if own is not None:
             routing, wire = own
@@ -150,7 +175,7 @@ class HostEngine:
         sf = None
         if row.sf_bytes:
             sf = self._fill(bank, "sf", num_rows, row.sf_bytes, sfs, records != 0, plan.rows, blank)
-        return replace(plan, payload=out, sf=sf, needs_grad=needs_grad)
+        return replace(plan, arrivals=arrivals, payload=out, sf=sf, needs_grad=needs_grad)
 
     def _plan(self, arrivals: Arrivals, arrangement: Arrangement) -> Placed:
         """The output row of every arrival, before any row has moved."""
@@ -247,6 +272,9 @@ class HostEngine:
         combine.send(
             self.runtime, self.combine_lane, epoch, arrivals, outgoing, row, metadata, back, header, keep_own=keep_own
         )
+        rows_per_peer = np.add.reduceat(np.append((outgoing != 0).sum(axis=1), 0), arrivals.offsets[:-1])
+        for peer, count in enumerate(rows_per_peer * (arrivals.rows_per_peer > 0)):
+            self.bytes_sent[peer] += int(count) * row.stride
         return outgoing, keep
 
     def combine_row(self, wire: WireFormat) -> CombineRow:

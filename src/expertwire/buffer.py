@@ -1,0 +1,312 @@
+"""`Buffer`: dispatch and combine for one group of ranks."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from types import TracebackType
+from typing import Literal
+
+import torch
+
+from expertwire import _check
+from expertwire._check import Settings
+from expertwire.call import Context
+from expertwire.combine import Combiner
+from expertwire.dispatch import Dispatcher
+from expertwire.engines import ENGINES, host_engine, transport_name
+from expertwire.errors import (
+    BufferClosed,
+    ExpertWireError,
+    GroupMismatch,
+    InFlightError,
+    PeerRefused,
+    TransportUnavailable,
+)
+from expertwire.formats import WireFormat
+from expertwire.handle import Combined, Dispatched, Handle
+from expertwire.layouts.receive import Layout
+from expertwire.layouts.window import WindowLayout
+from expertwire.steps import Steps
+from expertwire.topology import Placement
+from expertwire.transports.base import Bootstrap
+from expertwire.world import bootstrap
+
+Tensors = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Totals of one rank since its buffer was created, per peer (index = rank; the own rank is included).
+
+    rows_sent, rows_received   dispatch rows, one per (token, rank)
+    bytes_sent                 bytes of dispatch and combine records for each peer; own rows may not have been copied
+    wait_s                     seconds this rank was blocked on the peer after all peers asked before it had signalled:
+                               elapsed time, never counted twice, so a peer that is in time shows none
+    dropped_selections         selections that counted as -1: repeats in EXPERT_SLOTS, illegal ids without `validate`
+    """
+
+    rows_sent: tuple[int, ...]
+    rows_received: tuple[int, ...]
+    bytes_sent: tuple[int, ...]
+    wait_s: tuple[float, ...]
+    dropped_selections: int
+
+
+class Buffer:
+    """Dispatch and combine for one group of ranks. Creation is collective: all ranks, same settings.
+
+    group                     a rank of `ew.World`, or a torch.distributed process group
+    num_experts, num_topk     of the router; experts need not divide by ranks
+    hidden                    width of a row; a multiple of 8
+    num_max_tokens_per_rank   capacity: the most tokens that a rank may dispatch at once
+    device                    "cpu"
+    transport                 "auto", "inproc" (ranks of a World) or "shm" (processes of one host)
+    placement                 expert -> rank, default `Placement.contiguous`
+    max_in_flight             handles that may be between dispatch and combine at once
+    timeout_s, on_timeout     longest wait for peers, None = for ever; then "raise" PeerTimeout, or "mask" them: skip
+                              them from then on. A peer whose process has ended is noticed at once
+    validate                  check that ids are in range (and distinct for EXPERT_SLOTS)
+    debug_poison              fill windows and unused rows with NaN, and check guards at close
+    engine                    row work: "auto", "numba" or "torch"
+
+    Before memory is taken, raises on every rank if one rank's settings are illegal (InvalidArgument there, PeerRefused
+    elsewhere) or differ (GroupMismatch), and TransportUnavailable if the transport does not work here.
+    """
+
+    def __init__(
+        self,
+        group: object,
+        *,
+        num_experts: int,
+        hidden: int,
+        num_topk: int,
+        num_max_tokens_per_rank: int,
+        device: str = "cpu",
+        transport: str = "auto",
+        placement: Placement | None = None,
+        max_in_flight: int = 2,
+        timeout_s: float | None = 100.0,
+        on_timeout: Literal["raise", "mask"] = "raise",
+        validate: bool = True,
+        debug_poison: bool = False,
+        engine: str = "auto",
+    ) -> None:
+        ranks = bootstrap(group)
+        self.rank, self.num_ranks = ranks.rank, ranks.num_ranks
+
+        def settings() -> Settings:
+            _check.shape(num_experts, hidden, num_topk, num_max_tokens_per_rank, max_in_flight)
+            _check.choice("on_timeout", on_timeout, ("raise", "mask"))
+            _check.choice("engine", engine, ENGINES)
+            _check.timeout(timeout_s)
+            if device != "cpu":
+                raise TransportUnavailable(f"device={device!r} is not offered by this version; use device='cpu'")
+            experts = placement or Placement.contiguous(num_experts, ranks.num_ranks)
+            _check.placement(experts, num_experts, ranks.num_ranks)
+            return Settings(
+                num_experts=num_experts,
+                hidden=hidden,
+                num_topk=num_topk,
+                num_max_tokens_per_rank=num_max_tokens_per_rank,
+                max_in_flight=max_in_flight,
+                device=device,
+                transport=transport_name(transport, ranks),
+                on_timeout=on_timeout,
+                placement=experts,
+            )
+
+        self.settings = _agree(ranks, settings)
+        self._handles: weakref.WeakSet[Handle] = weakref.WeakSet()
+        self._closed = False
+        self._engine = host_engine(
+            ranks,
+            self.settings.transport,
+            WindowLayout(ranks.num_ranks, num_max_tokens_per_rank, hidden, num_topk, max_in_flight),
+            self.settings.placement,
+            engine=engine,
+            timeout_s=timeout_s,
+            mask_peers=on_timeout == "mask",
+            debug_poison=debug_poison,
+        )
+        self._steps = Steps(self._engine)
+        context = Context(self, self.settings, self._steps, validate)
+        self._dispatch, self._combine = Dispatcher(context), Combiner(context)
+
+    # -- the two operations --------------------------------------------------------------------------------------
+
+    def dispatch(
+        self,
+        x: torch.Tensor | Tensors,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        *,
+        handle: Handle | None = None,
+        layout: Layout = Layout.COMPACT,
+        expert_alignment: int = 1,
+        wire: WireFormat | None = None,
+        counts: Literal["host", "device"] = "host",
+        defer_receive: bool = False,
+        zero_copy: bool = False,
+    ) -> Dispatched:
+        """Send every token's row to the ranks of its experts. Collective; T may be 0 and differ between ranks.
+
+        x                  [T, hidden] bfloat16; or a tuple (payload [T, W], scale factors [T, S]) of any dtype, whose
+                           bytes travel as they are
+        topk_idx           [T, num_topk] int32 or int64 expert ids, -1 = no selection; a token may name an expert twice
+        topk_weights       [T, num_topk] float32; combine of an EXPERT_* layout weights by them
+        handle             repeat the routing of an earlier dispatch in place of the two
+        layout, expert_alignment   how received rows are arranged, see `Layout`
+        wire               None or BF16(), or FP8Block(): how x travels and, unless its `decode`, arrives
+        counts             "host": exact shapes and host lists; "device": worst-case shapes, valid rows are a prefix
+        defer_receive      send only; the record's hook() receives, and x may be overwritten meanwhile
+        zero_copy          place rows into memory of the buffer, valid until the handle is finished
+
+        Raises InvalidArgument here and PeerRefused on all peers if this rank's arguments are illegal; the call is then
+        void and the next one works. Raises PeerTimeout, PeerLost, InFlightError, HandleError, BufferClosed.
+        """
+        self._raise_if_unusable()
+        if handle is None:
+            self._raise_if_full()
+        record = self._dispatch(
+            x, topk_idx, topk_weights, handle, layout, expert_alignment, wire, counts, defer_receive, zero_copy
+        )
+        if handle is None:
+            self._handles.add(record.handle)
+        return record
+
+    def combine(
+        self,
+        x: torch.Tensor,
+        handle: Handle,
+        *,
+        topk_weights: torch.Tensor | None = None,
+        bias: torch.Tensor | Tensors | None = None,
+        reduce: Literal["token", "rank"] = "token",
+        wire: WireFormat | None = None,
+        defer_receive: bool = False,
+    ) -> Combined:
+        """Bring the experts' rows back and sum them per token, in float32, in a fixed order, rounded once. Collective.
+
+        x              bfloat16, of the shape that the dispatch of `handle` returned; unused rows are not read
+        topk_weights   COMPACT only, [rows, num_topk] float32: also return these to the slots they belong to
+        bias           one or two [T, hidden] bfloat16, added before the rows
+        reduce         EXPERT_* only: "token" sums rows in ascending slots; "rank" sums each rank's rows there, rounds,
+                       and sends one row per (token, rank), which is less traffic
+        wire           None, or LogFMT10() and the like: how rows travel
+        defer_receive  send only; the record's hook() receives, and x may be overwritten meanwhile
+
+        EXPERT_* rows are weighted by the topk_weights given to dispatch, COMPACT rows are not. Raises as dispatch does.
+        """
+        self._raise_if_unusable()
+        return self._combine(x, handle, topk_weights, bias, reduce, wire, defer_receive)
+
+    # -- settings and state --------------------------------------------------------------------------------------
+
+    @property
+    def timeout_s(self) -> float | None:
+        """Longest wait for peers in one half of a call; may be changed between calls."""
+        return self._engine.runtime.timeout_s
+
+    @timeout_s.setter
+    def timeout_s(self, value: float | None) -> None:
+        _check.timeout(value)
+        self._engine.runtime.timeout_s = value
+
+    @property
+    def masked_ranks(self) -> tuple[int, ...]:
+        """Peers that are skipped since they did not signal in time (`on_timeout="mask"`)."""
+        return tuple(sorted(self._engine.runtime.masked))
+
+    def statistics(self) -> Statistics:
+        engine = self._engine
+        return Statistics(
+            tuple(engine.rows_sent),
+            tuple(engine.rows_received),
+            tuple(engine.bytes_sent),
+            tuple(float(s) for s in engine.runtime.wait_s),
+            self._dispatch.dropped_selections,
+        )
+
+    @staticmethod
+    def size_hint(
+        *, num_ranks: int, hidden: int, num_topk: int, num_max_tokens_per_rank: int, max_in_flight: int = 2
+    ) -> int:
+        """Bytes of one rank's window, exactly. Pure: needs no group and no device.
+
+        >>> Buffer.size_hint(num_ranks=8, hidden=7168, num_topk=8, num_max_tokens_per_rank=128)
+        60007488
+        """
+        return WindowLayout(num_ranks, num_max_tokens_per_rank, hidden, num_topk, max_in_flight).total_bytes
+
+    def _raise_if_unusable(self) -> None:
+        if self._closed:
+            raise BufferClosed(f"rank {self.rank}: this buffer is closed; create another one")
+        failure = self._steps.failure
+        if failure is not None:
+            raise BufferClosed(
+                f"rank {self.rank}: this buffer can no longer be used, since a call failed in the middle: {failure}"
+            ) from failure
+
+    def _raise_if_full(self) -> None:
+        in_flight = [handle for handle in self._handles if not handle.finished]
+        if len(in_flight) >= self.settings.max_in_flight:
+            raise InFlightError(
+                f"rank {self.rank}: {len(in_flight)} handles are in flight, and the buffer was created with "
+                f"max_in_flight={self.settings.max_in_flight}; combine or release() one of them, or create the buffer "
+                "with a larger max_in_flight"
+            )
+
+    # -- leaving -------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Leave the group. Every rank should; it may be called twice, waits for nobody, and never hangs.
+
+        Peers that still wait for this rank learn that it left. Tensors that were returned stay valid.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        broken = self._engine.runtime.broken_guards()
+        self._engine.runtime.close()
+        if broken:
+            raise ExpertWireError(f"rank {self.rank}: window guards at byte offsets {broken} were overwritten")
+
+    def __enter__(self) -> Buffer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        s = self.settings
+        return (
+            f"Buffer(rank {self.rank} of {self.num_ranks}, {s.transport}, {s.num_experts} experts, hidden {s.hidden}, "
+            f"top-{s.num_topk}, up to {s.num_max_tokens_per_rank} tokens{', closed' if self._closed else ''})"
+        )
+
+
+def _agree(ranks: Bootstrap, make: Callable[[], Settings]) -> Settings:
+    """The settings, or an error on every rank if one rank's are illegal or differ."""
+    mine, error = None, None
+    try:
+        mine = make()
+    except ExpertWireError as found:
+        error = found
+    gathered: list[tuple[Settings | None, str]] = ranks.all_gather((mine, str(error or "")))
+    if error is not None:
+        raise error
+    assert mine is not None
+    refused = {rank: reason for rank, (_, reason) in enumerate(gathered) if reason}
+    if refused:
+        reasons = "; ".join(f"rank {rank}: {reason}" for rank, reason in refused.items())
+        raise PeerRefused(f"rank {ranks.rank}: no buffer was created, since a peer refused ({reasons})", list(refused))
+    for field in fields(Settings):
+        holders: dict[object, list[int]] = {}
+        for rank, (settings, _) in enumerate(gathered):
+            holders.setdefault(getattr(settings, field.name), []).append(rank)
+        if len(holders) > 1:
+            seen = "; ".join(f"{value} on rank(s) {ranks_of}" for value, ranks_of in holders.items())
+            raise GroupMismatch(f"{field.name} must be equal on all ranks, got {seen}")
+    return mine

@@ -1,0 +1,84 @@
+"""What dispatch and combine calls share.
+
+A call begins its step before it checks its arguments. If they are illegal the step is refused, which peers learn from
+the signal that they wait for anyway; so an error on one rank is an error on all, and nobody hangs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from expertwire._check import Settings
+from expertwire.errors import ExpertWireError, HandleError
+from expertwire.handle import Combined, Dispatched, Handle
+from expertwire.host.engine import HostEngine
+from expertwire.steps import LaneSteps, Steps
+
+R = TypeVar("R", Dispatched, Combined)
+
+
+@dataclass(frozen=True)
+class Context:
+    """A buffer as its calls see it."""
+
+    owner: object
+    settings: Settings
+    steps: Steps
+    validate: bool
+
+    @property
+    def engine(self) -> HostEngine:
+        return self.steps.engine
+
+    @property
+    def rank(self) -> int:
+        return self.steps.engine.rank
+
+    @contextmanager
+    def refusing(self, steps: LaneSteps, epoch: int) -> Iterator[None]:
+        """Inside, an error about arguments makes the step void on all ranks before it is raised."""
+        try:
+            yield
+        except ExpertWireError as error:
+            self.steps.refuse(steps, epoch, str(error))
+            raise
+
+    def check_handle(self, handle: Any) -> None:
+        if not isinstance(handle, Handle):
+            raise HandleError(
+                f"rank {self.rank}: handle must be the `handle` of an earlier dispatch, got {type(handle).__name__}"
+            )
+        if handle._owner is not self.owner:
+            raise HandleError(f"rank {self.rank}: {handle} belongs to another buffer")
+        if handle._arrived is None:
+            state = "was refused" if handle.finished else "has not received yet: call its hook() first"
+            raise HandleError(f"rank {self.rank}: the dispatch of {handle} {state}")
+        if handle._busy:
+            raise HandleError(
+                f"rank {self.rank}: {handle} is in use by a combine that has not received yet: call its hook() first"
+            )
+
+
+def record(kind: type[R], complete: Callable[[], dict[str, Any]], deferred: bool, **known: Any) -> R:
+    """A frozen record: filled in now, or, if `deferred`, by its hook(), which may be called again and does no more."""
+    made = object.__new__(kind)
+
+    def hook() -> R:
+        if "x" not in made.__dict__:
+            made.__dict__.update(complete())
+        return made
+
+    made.__dict__.update(known, hook=hook if deferred else None)
+    return made if deferred else hook()
+
+
+def as_rows(grad: torch.Tensor | None, num_rows: int, hidden: int) -> torch.Tensor:
+    """A gradient as contiguous bfloat16 [num_rows, hidden]; zeros where autograd has none."""
+    if grad is None:
+        return torch.zeros((num_rows, hidden), dtype=torch.bfloat16)
+    return grad.to(torch.bfloat16).reshape(num_rows, hidden).contiguous()

@@ -1,0 +1,258 @@
+"""The dispatch call: check, send, receive, build the record, tie the gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from expertwire import _check
+from expertwire.autograd import attach
+from expertwire.call import Context, as_rows, record
+from expertwire.errors import InvalidArgument
+from expertwire.formats import BF16, FP8Block, WireFormat
+from expertwire.formats.fp8 import column_major
+from expertwire.handle import Dispatched, Handle
+from expertwire.host.dispatch import Routing, WireRows
+from expertwire.host.engine import Arrangement, Placed
+from expertwire.host.runtime import Header
+from expertwire.layouts.receive import Layout
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A dispatch whose arguments were checked. `wire` is None for opaque rows, which keep their `dtypes`."""
+
+    handle: Handle
+    rows: WireRows
+    dtypes: tuple[torch.dtype, torch.dtype | None]
+    wire: WireFormat | None
+    arrangement: Arrangement
+    cached: bool
+    header: Header
+    x: torch.Tensor | None
+    topk_weights: torch.Tensor | None
+
+    @property
+    def routing(self) -> Routing:
+        routing: Routing = self.handle._routing
+        return routing
+
+
+class Dispatcher:
+    """Makes the dispatch calls of one buffer."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._rank, self._settings, self._steps = context.rank, context.settings, context.steps
+        self._engine = context.engine
+        self.dropped_selections = 0
+
+    def __call__(
+        self, x: Any, topk_idx: Any, topk_weights: Any, handle: Any, layout: Any, expert_alignment: Any, wire: Any,
+        counts: Any, defer_receive: bool, zero_copy: bool,
+    ) -> Dispatched:  # fmt: skip
+        epoch = self._steps.dispatches.begin()
+        with self._context.refusing(self._steps.dispatches, epoch):
+            _check.dispatch_options(self._rank, layout, expert_alignment, counts, wire)
+            if handle is None:
+                arrangement = Arrangement(layout, expert_alignment, counts == "device")
+                handle = self._new_handle(x, topk_idx, topk_weights, arrangement)
+            else:
+                self._check_repeat(x, topk_idx, topk_weights, handle, zero_copy)
+            plan = self._plan(x, topk_weights, handle, wire)
+        receive = self._steps.dispatch(
+            epoch, plan.routing, plan.rows, plan.header, plan.arrangement,
+            known=handle._arrived if plan.cached else None, send_routing=not plan.cached,
+            keep_own=not defer_receive, hold_bank=zero_copy,
+        )  # fmt: skip
+
+        def complete() -> dict[str, Any]:
+            try:
+                placed = receive()
+            except BaseException:
+                plan.handle.finished = True
+                raise
+            if not plan.cached:
+                plan.handle._arrived = placed
+                plan.handle._on_finish = (lambda: self._steps.end_dispatch(epoch)) if zero_copy else None
+            return self._fields(plan, placed)
+
+        return record(Dispatched, complete, defer_receive, handle=plan.handle)
+
+    # -- checks --------------------------------------------------------------------------------------------------
+
+    def _new_handle(self, x: Any, topk_idx: Any, topk_weights: Any, arrangement: Arrangement) -> Handle:
+        rank, settings = self._rank, self._settings
+        if topk_idx is None:
+            raise InvalidArgument(f"rank {rank}: topk_idx is missing; pass it, or the handle of an earlier dispatch")
+        num_tokens = self._num_tokens(x)
+        dims, meaning = (num_tokens, settings.num_topk), f"[{num_tokens}, {settings.num_topk}]"
+        _check.tensor(rank, "topk_idx", topk_idx, (torch.int32, torch.int64), dims, meaning)
+        if topk_weights is not None:
+            _check.tensor(rank, "topk_weights", topk_weights, (torch.float32,), dims, meaning)
+        distinct = arrangement.layout is Layout.EXPERT_SLOTS
+        if self._context.validate:
+            self._check_ids(topk_idx, distinct)
+        else:
+            self.dropped_selections += int(((topk_idx < -1) | (topk_idx >= settings.num_experts)).sum())
+        handle = Handle(self._context.owner, arrangement.layout, num_tokens, topk_weights)
+        handle._routing = self._engine.route(topk_idx, topk_weights, distinct=distinct)
+        handle._arrangement = arrangement
+        self.dropped_selections += handle._routing.repeats
+        return handle
+
+    def _check_repeat(self, x: Any, topk_idx: Any, topk_weights: Any, handle: Any, zero_copy: bool) -> None:
+        rank = self._rank
+        self._context.check_handle(handle)
+        if topk_idx is not None or topk_weights is not None:
+            raise InvalidArgument(f"rank {rank}: pass either handle or topk_idx and topk_weights, not both")
+        if zero_copy:
+            raise InvalidArgument(f"rank {rank}: zero_copy is not offered together with handle")
+        if self._num_tokens(x) != handle.num_tokens:
+            raise InvalidArgument(f"rank {rank}: x has {self._num_tokens(x)} tokens, its handle {handle.num_tokens}")
+
+    def _num_tokens(self, x: Any) -> int:
+        first = x[0] if isinstance(x, tuple) and x else x
+        if not isinstance(first, torch.Tensor) or first.ndim != 2:
+            seen = list(first.shape) if isinstance(first, torch.Tensor) else type(first).__name__
+            raise InvalidArgument(
+                f"rank {self._rank}: x must be a tensor [num_tokens, {self._settings.hidden}], or a tuple of two "
+                f"tensors (payload, scale factors), got {seen}"
+            )
+        return int(first.shape[0])
+
+    def _check_ids(self, topk_idx: torch.Tensor, distinct: bool) -> None:
+        ids, kernels = topk_idx.to(torch.int64).numpy(), self._engine.kernels
+        token, slot = kernels.first_illegal(ids, self._settings.num_experts)
+        if token >= 0:
+            raise InvalidArgument(
+                f"rank {self._rank}: topk_idx[{token}, {slot}] = {ids[token, slot]} is no expert: ids must be in "
+                f"[0, {self._settings.num_experts}), or -1 for no selection"
+            )
+        token, slot = kernels.first_repeat(ids) if distinct else (-1, -1)
+        if token >= 0:
+            raise InvalidArgument(
+                f"rank {self._rank}: topk_idx[{token}, {slot}] = {ids[token, slot]} repeats an expert of the same "
+                "token; EXPERT_SLOTS has room for distinct experts only (use EXPERT_MAJOR, or -1 in the later slot)"
+            )
+
+    def _plan(self, x: Any, topk_weights: Any, handle: Handle, wire: WireFormat | None) -> _Plan:
+        rank = self._rank
+        cached = handle._arrived is not None
+        opaque = isinstance(x, tuple)
+        if opaque:
+            if wire is not None:
+                raise InvalidArgument(f"rank {rank}: rows given as (payload, sf) travel as they are; pass wire=None")
+            rows, dtypes = self._opaque_rows(x)
+        else:
+            wire = wire or BF16()
+            rows, dtypes = self._encoded_rows(x, wire)
+        tracked = [t for t in (None if opaque else x, topk_weights) if t is not None and t.requires_grad]
+        needs_grad = torch.is_grad_enabled() and bool(tracked)
+        if needs_grad and not opaque and x.requires_grad and isinstance(wire, FP8Block) and not wire.decode:
+            raise InvalidArgument(
+                f"rank {rank}: x requires gradients, but FP8 rows cannot carry them; use FP8Block(..., decode=True), "
+                "which returns bfloat16 rows, or detach x"
+            )
+        text = (
+            f"{wire.name if wire else 'opaque'} rows of {rows.payload_bytes}+{rows.sf_bytes} bytes, "
+            f"weights={handle._routing.weighted}, cached={cached}, distinct={handle.layout is Layout.EXPERT_SLOTS}"
+        )
+        return _Plan(
+            handle, rows, dtypes, wire, handle._arrangement, cached, Header(text, needs_grad),
+            None if opaque else x, topk_weights,
+        )  # fmt: skip
+
+    def _encoded_rows(self, x: Any, wire: WireFormat) -> tuple[WireRows, tuple[torch.dtype, torch.dtype | None]]:
+        hidden = self._settings.hidden
+        _check.tensor(self._rank, "x", x, (torch.bfloat16,), (None, hidden), f"[num_tokens, {hidden}]")
+        _check.tokens(self._rank, "x", x.shape[0], self._settings.num_max_tokens_per_rank)
+        return self._engine.encode(x.detach(), wire), (wire.payload_dtype, wire.sf_dtype)
+
+    def _opaque_rows(self, x: Any) -> tuple[WireRows, tuple[torch.dtype, torch.dtype | None]]:
+        rank, settings = self._rank, self._settings
+        if len(x) != 2:
+            raise InvalidArgument(f"rank {rank}: x must be a tensor or a pair (payload, sf), got {len(x)} parts")
+        payload = _check.tensor(rank, "x[0]", x[0], None, (None, None), "[num_tokens, width]")
+        sf = _check.tensor(rank, "x[1]", x[1], None, (payload.shape[0], None), f"[{payload.shape[0]}, scales]")
+        _check.tokens(rank, "x[0]", payload.shape[0], settings.num_max_tokens_per_rank)
+        rows = self._engine.opaque(payload.detach(), sf.detach())
+        data_bytes = self._engine.dispatch_row(rows.payload_bytes, rows.sf_bytes).data_bytes
+        _check.row_fits(rank, data_bytes, rows.payload_bytes, rows.sf_bytes, settings.hidden)
+        return rows, (payload.dtype, sf.dtype)
+
+    # -- the record ----------------------------------------------------------------------------------------------
+
+    def _fields(self, plan: _Plan, placed: Placed) -> dict[str, Any]:
+        arrivals, num_rows, num_topk = placed.arrivals, placed.payload.shape[0], self._settings.num_topk
+        x, sf = self._typed(plan, placed)
+        topk_idx = topk_weights = row_source = offsets = None
+        if plan.arrangement.layout is Layout.COMPACT:
+            topk_idx = torch.full((num_rows, num_topk), -1, dtype=torch.int32)
+            topk_idx[: arrivals.num_rows] = torch.from_numpy(arrivals.topk_idx)
+            if plan.routing.weighted:
+                topk_weights = torch.zeros((num_rows, num_topk), dtype=torch.float32)
+                topk_weights[: arrivals.num_rows] = torch.from_numpy(arrivals.weights)
+        else:
+            row_source = torch.from_numpy(placed.row_source(num_rows)).view(*x.shape[:-1], 3)
+            offsets = torch.from_numpy(placed.offsets.astype(np.int32))
+        if placed.needs_grad:
+            x, topk_weights = self._tie(plan, placed, x, topk_weights)
+        counts = (placed.counts, placed.padded_counts, arrivals.rows_per_peer)
+        names = ("num_tokens_per_expert", "num_padded_tokens_per_expert", "num_tokens_per_rank")
+        on_device = {name: torch.from_numpy(n.astype(np.int32)) for name, n in zip(names, counts, strict=True)}
+        on_host = {
+            f"{name}_list": None if plan.arrangement.fixed_size else [int(i) for i in n]
+            for name, n in zip(names, counts, strict=True)
+        }
+        return {
+            "x": x,
+            "sf": sf,
+            "topk_idx": topk_idx,
+            "topk_weights": topk_weights,
+            "row_source": row_source,
+            "expert_offsets": offsets,
+            "missing_ranks": tuple(sorted(self._engine.runtime.masked)),
+            **on_device,
+            **on_host,
+        }
+
+    def _typed(self, plan: _Plan, placed: Placed) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Received bytes as tensors of the wire format, in the shape of the layout."""
+        x, sf = placed.payload.view(plan.dtypes[0]), None
+        if placed.sf is not None and plan.dtypes[1] is not None:
+            sf = placed.sf.view(plan.dtypes[1])
+        if isinstance(plan.wire, FP8Block) and plan.wire.decode:
+            x, sf = plan.wire.decode_bfloat16(x, sf, self._settings.hidden), None
+        if plan.arrangement.layout is Layout.EXPERT_SLOTS:
+            groups = (self._engine.num_local_experts, self._engine.num_ranks * self._engine.capacity)
+            x = x.view(*groups, x.shape[1])
+            sf = None if sf is None else sf.view(*groups, sf.shape[1])
+        if sf is not None and isinstance(plan.wire, FP8Block) and plan.wire.sf_layout == "column":
+            sf = column_major(sf)
+        return x, sf
+
+    def _tie(
+        self, plan: _Plan, placed: Placed, x: torch.Tensor, topk_weights: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Backward of dispatch: the rows' gradients are combined, unweighted, along the same routing."""
+
+        def backward(grads: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+            y = as_rows(grads[0], placed.payload.shape[0], self._settings.hidden)
+            weights = None
+            if topk_weights is not None:
+                weights = torch.zeros_like(topk_weights) if grads[1] is None else grads[1].contiguous()
+                weights = weights[: placed.arrivals.num_rows]
+            receive = self._steps.combine(
+                self._steps.combines.begin(), y, placed, plan.routing, Header("backward of dispatch"), BF16(),
+                rows="rank" if placed.layout is Layout.COMPACT else "token", weights=weights,
+            )  # fmt: skip
+            sums = receive()
+            return [None if plan.x is None else sums.x, sums.weights]
+
+        outputs = [x] if topk_weights is None else [x, topk_weights]
+        tied, plan.handle._edge = attach(plan.handle._edge, outputs, (plan.x, plan.topk_weights), backward)
+        return tied[0], None if topk_weights is None else tied[1]

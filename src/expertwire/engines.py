@@ -1,0 +1,58 @@
+"""Chooses the transport and the row work for a group, and joins them to an engine."""
+
+from __future__ import annotations
+
+from expertwire.errors import InvalidArgument, TransportUnavailable
+from expertwire.host import kernels
+from expertwire.host.engine import HostEngine
+from expertwire.host.runtime import HostRuntime
+from expertwire.layouts.window import WindowLayout
+from expertwire.protocols.barrier import barrier
+from expertwire.topology import Placement
+from expertwire.transports.base import Bootstrap, Transport
+from expertwire.transports.inproc import Inproc, Rank
+from expertwire.transports.shm import Shm
+
+TRANSPORTS: dict[str, type[Transport]] = {"inproc": Inproc, "shm": Shm}
+ENGINES = ("auto", "numba", "torch")
+
+
+def transport_name(requested: str, group: Bootstrap) -> str:
+    """The transport that `requested` means for this group; raises where it cannot work."""
+    if requested != "auto" and requested not in TRANSPORTS:
+        raise InvalidArgument(f"transport must be 'auto' or one of {', '.join(map(repr, TRANSPORTS))}, got {requested!r}")
+    in_world = isinstance(group, Rank)
+    name = ("inproc" if in_world else "shm") if requested == "auto" else requested
+    if (name == "inproc") != in_world:
+        have = "ranks of one ew.World (threads)" if in_world else "processes"
+        raise TransportUnavailable(f"transport={name!r} does not fit this group, whose ranks are {have}; use 'auto'")
+    reason = TRANSPORTS[name].unavailable()
+    if reason:
+        raise TransportUnavailable(f"transport {name!r} does not work here: {reason}")
+    return name
+
+
+def host_engine(
+    group: Bootstrap,
+    transport: str,
+    layout: WindowLayout,
+    placement: Placement,
+    *,
+    engine: str,
+    timeout_s: float | None,
+    mask_peers: bool,
+    debug_poison: bool,
+) -> HostEngine:
+    """Create windows on all ranks and try them out with a barrier. Collective."""
+    row_work = kernels.load(engine)
+    runtime = HostRuntime(
+        layout,
+        TRANSPORTS[transport](group, layout.total_bytes),  # type: ignore[call-arg]
+        row_work,
+        timeout_s=timeout_s,
+        mask_peers=mask_peers,
+        debug_poison=debug_poison,
+    )
+    group.all_gather(None)  # nobody signals into a window that its owner is still filling with poison
+    runtime.run("creation barrier", barrier(group.rank, 1, group.num_ranks))
+    return HostEngine(runtime, placement)

@@ -1,0 +1,181 @@
+"""Numbered steps on the two lanes of a buffer: the send half at once, the receive half when it is asked for.
+
+Every rank makes the same steps in the same order, forward and backward passes alike; the number of a step is its epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from expertwire.errors import GroupMismatch, InFlightError, PeerRefused
+from expertwire.formats import WireFormat
+from expertwire.host.combine import Rows
+from expertwire.host.dispatch import Routing, WireRows, refuse
+from expertwire.host.engine import Arrangement, HostEngine, Placed
+from expertwire.host.runtime import Header
+from expertwire.protocols.lane import Lane
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What combine brought: x [T, hidden], routed weights [T, K] or None, rows that masked ranks did not send."""
+
+    x: torch.Tensor
+    weights: torch.Tensor | None
+    num_missing: int
+    needs_grad: bool
+
+
+class LaneSteps:
+    """Epochs of one lane, and which of them this rank has not finished."""
+
+    def __init__(self, lane: Lane) -> None:
+        self.lane = lane
+        self.epoch = 0
+        self._open: set[int] = set()
+
+    def begin(self) -> int:
+        """The next epoch. Raises InFlightError if this rank itself still holds the bank that it needs."""
+        epoch = self.epoch + 1
+        if epoch - self.lane.num_banks in self._open:
+            raise InFlightError(
+                f"{self.lane.name}: {len(self._open)} steps are unfinished and the buffer has max_in_flight="
+                f"{self.lane.num_banks}. Call their hook(), combine or release() their zero-copy handles first, or "
+                "create the buffer with a larger max_in_flight."
+            )
+        self.epoch = epoch
+        self._open.add(epoch)
+        return epoch
+
+    def end(self, epoch: int) -> None:
+        self._open.discard(epoch)
+
+
+class Steps:
+    """The collective steps of one buffer. After an error in the middle of a step, `failure` says which."""
+
+    def __init__(self, engine: HostEngine) -> None:
+        self.engine = engine
+        self.dispatches = LaneSteps(engine.dispatch_lane)
+        self.combines = LaneSteps(engine.combine_lane)
+        self.failure: BaseException | None = None
+
+    @contextmanager
+    def _fatal(self) -> Iterator[None]:
+        """Any error in the middle of a step leaves the ranks out of step."""
+        try:
+            yield
+        except BaseException as error:
+            self.failure = error
+            raise
+
+    def refuse(self, steps: LaneSteps, epoch: int, reason: str) -> None:
+        """This rank's arguments are illegal: declare the step void on all ranks."""
+        with self._fatal():
+            refuse(self.engine.runtime, steps.lane, epoch, reason)
+        steps.end(epoch)
+
+    def end_dispatch(self, epoch: int) -> None:
+        with self._fatal():
+            self.engine.finish_dispatch(epoch)
+        self.dispatches.end(epoch)
+
+    def end_combine(self, epoch: int) -> None:
+        with self._fatal():
+            self.engine.finish_combine(epoch)
+        self.combines.end(epoch)
+
+    def dispatch(
+        self,
+        epoch: int,
+        routing: Routing,
+        rows: WireRows,
+        header: Header,
+        arrangement: Arrangement,
+        *,
+        known: Placed | None = None,
+        send_routing: bool = True,
+        keep_own: bool = True,
+        zero_unused: bool = False,
+        hold_bank: bool = False,
+    ) -> Callable[[], Placed]:
+        """Send rows along `routing`; the result receives them. `hold_bank` leaves the step open (zero-copy views)."""
+        row = self.engine.dispatch_row(rows.payload_bytes, rows.sf_bytes)
+        with self._fatal():
+            self.engine.send_dispatch(epoch, routing, rows, header, cached=not send_routing, keep_own=keep_own)
+
+        def receive() -> Placed:
+            try:
+                placed = self.engine.receive_dispatch(
+                    epoch,
+                    row,
+                    header.text,
+                    arrangement,
+                    known=known,
+                    send_routing=send_routing,
+                    own=(routing, rows) if keep_own else None,
+                    zero_unused=zero_unused,
+                    reuse_bank=hold_bank,
+                )
+            except (PeerRefused, GroupMismatch):
+                self.end_dispatch(epoch)
+                raise
+            except BaseException as error:
+                self.failure = error
+                raise
+            if not hold_bank:
+                self.end_dispatch(epoch)
+            return placed
+
+        return receive
+
+    def combine(
+        self,
+        epoch: int,
+        y: torch.Tensor,
+        placed: Placed,
+        routing: Routing,
+        header: Header,
+        wire: WireFormat,
+        *,
+        rows: Rows,
+        weighted: bool = False,
+        weights: torch.Tensor | None = None,
+        biases: Sequence[torch.Tensor] = (),
+        keep_own: bool = True,
+    ) -> Callable[[], Sums]:
+        """Send y back along `placed`; the result receives and sums. `weighted` by the weights of `routing`."""
+        with self._fatal():
+            outgoing, keep = self.engine.send_combine(
+                epoch, y, placed, header, wire, rows=rows, weighted=weighted, weights=weights, keep_own=keep_own
+            )
+
+        def receive() -> Sums:
+            nonlocal keep
+            try:
+                x, returned, num_missing, needs_grad = self.engine.receive_combine(
+                    epoch,
+                    routing,
+                    header.text,
+                    wire,
+                    rows=rows,
+                    weighted=weighted and rows == "token",
+                    biases=biases,
+                    return_weights=weights is not None,
+                    own=(placed.arrivals, outgoing) if keep_own else None,
+                )
+            except (PeerRefused, GroupMismatch):
+                self.end_combine(epoch)
+                raise
+            except BaseException as error:
+                self.failure = error
+                raise
+            keep = None
+            self.end_combine(epoch)
+            return Sums(x, returned, num_missing, needs_grad)
+
+        return receive
