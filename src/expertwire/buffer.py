@@ -236,7 +236,7 @@ class Buffer:
         """Bytes of one rank's window, exactly. Pure: needs no group and no device.
 
         >>> Buffer.size_hint(num_ranks=8, hidden=7168, num_topk=8, num_max_tokens_per_rank=128)
-        60007488
+        59523264
         """
         return WindowLayout(num_ranks, num_max_tokens_per_rank, hidden, num_topk, max_in_flight).total_bytes
 

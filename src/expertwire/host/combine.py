@@ -6,19 +6,18 @@ a rank sends one row per token, the row takes the place of the highest slot that
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from expertwire.host.dispatch import Arrivals, Routing
+from expertwire.host.kernels import Array
 from expertwire.host.runtime import Header, HostRuntime
 from expertwire.layouts.rows import CombineRow
 from expertwire.ordering.operations import Region
 from expertwire.protocols import lane as protocol
 from expertwire.protocols.lane import Lane
 
-Array = NDArray[Any]
 Rows = Literal["token", "rank", "none"]  # what travels: a row per (token, slot), one per (token, rank), weights alone
 
 
@@ -40,13 +39,13 @@ def send(
         slots = records + row.stride * (arrivals.tokens[mine, None].astype(np.int64) * num_topk + np.arange(num_topk))
         if count and not (keep_own and peer == runtime.rank):
             is_row = outgoing[mine] != 0
-            kernels.move_rows(outgoing[mine][is_row], slots[is_row], row.payload_bytes)
+            runtime.move(outgoing[mine][is_row], slots[is_row], row.payload_bytes)
             if sf is not None:
-                kernels.move_rows(sf[mine][is_row], slots[is_row] + row.sf, row.sf_bytes)
+                runtime.move(sf[mine][is_row], slots[is_row] + row.sf, row.sf_bytes)
         if weights is not None:
             served = arrivals.topk_idx[mine] >= 0
             cells = weights.ctypes.data + 4 * np.arange(weights.size).reshape(weights.shape)
-            kernels.move_rows(cells[mine][served], slots[served] + row.weight, 4)
+            runtime.move(cells[mine][served], slots[served] + row.weight, 4)
 
     starts = arrivals.offsets[:-1]
     sent = np.concatenate([[0], np.cumsum((outgoing != 0).sum(axis=1))])

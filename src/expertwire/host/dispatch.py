@@ -7,11 +7,10 @@ window: unless the receive half is deferred, it is read where the caller keeps i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from expertwire.host.kernels import Array
 from expertwire.host.runtime import Header, HostRuntime
 from expertwire.layouts.rows import DispatchRow
 from expertwire.ordering.operations import Region
@@ -19,7 +18,6 @@ from expertwire.protocols import lane as protocol
 from expertwire.protocols.epoch_signal import REFUSED
 from expertwire.protocols.lane import Lane
 
-Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -106,9 +104,9 @@ def send(
         records = runtime.base[peer] + layout.dispatch_rows(region.bank, region.writer)
         if not (keep_own and peer == runtime.rank):
             places = records + row.stride * np.arange(count)
-            kernels.move_rows(rows.payload + rows.payload_bytes * tokens.astype(np.int64), places, rows.payload_bytes)
+            runtime.move(rows.payload + rows.payload_bytes * tokens.astype(np.int64), places, rows.payload_bytes)
             if rows.sf_bytes:
-                kernels.move_rows(rows.sf + rows.sf_bytes * tokens.astype(np.int64), places + row.sf, rows.sf_bytes)
+                runtime.move(rows.sf + rows.sf_bytes * tokens.astype(np.int64), places + row.sf, rows.sf_bytes)
         if not cached:
             kernels.write_routing(
                 records, row.stride, row.topk_idx, row.topk_weights, row.token,

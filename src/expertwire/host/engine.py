@@ -9,17 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from expertwire._math import round_up
 from expertwire.formats import BF16, FP8Block, WireFormat
 from expertwire.host import combine, dispatch
 from expertwire.host.combine import Rows
 from expertwire.host.dispatch import Arrivals, Routing, WireRows
+from expertwire.host.kernels import Array
 from expertwire.host.pool import Pool
 from expertwire.host.runtime import Header, HostRuntime
 from expertwire.layouts.receive import Layout, worst_case_rows
@@ -28,7 +27,6 @@ from expertwire.protocols import lane as protocol
 from expertwire.protocols.lane import Lane
 from expertwire.topology import Placement
 
-Array = NDArray[Any]
 _POISON = 0xFF
 
 
@@ -214,7 +212,7 @@ class HostEngine:
             out.fill_(_POISON)
         arrival, slot = np.nonzero((rows >= 0) & present[:, None])
         places = out.data_ptr() + row_bytes * rows[arrival, slot]
-        self.kernels.move_rows(sources[arrival], places, row_bytes)
+        self.runtime.move(sources[arrival], places, row_bytes)
         return out
 
     def _output(self, bank: int | None, part: str, shape: tuple[int, int]) -> torch.Tensor:
@@ -282,7 +280,7 @@ class HostEngine:
 
     def _gather(self, addresses: Array) -> torch.Tensor:
         rows = self.pool.empty((len(addresses), self.hidden), torch.bfloat16)
-        self.kernels.move_rows(addresses, _addresses(rows), 2 * self.hidden)
+        self.runtime.move(addresses, _addresses(rows), 2 * self.hidden)
         return rows
 
     def _partial_sums(self, outgoing: Array, arrivals: Arrivals, weighted: bool) -> tuple[Array, torch.Tensor]:
@@ -290,7 +288,8 @@ class HostEngine:
         sums = self.pool.empty((arrivals.num_rows, self.hidden), torch.bfloat16)
         no_bias = np.empty((0, arrivals.num_rows), np.int64)
         self.kernels.reduce_rows(
-            outgoing, False, arrivals.weights, weighted, no_bias, _addresses(sums), self.hidden
+            outgoing, False, arrivals.weights, weighted, no_bias, _addresses(sums), self.hidden,
+            self.runtime.streams(arrivals.num_rows, 2 * self.hidden),
         )
         table = np.zeros(outgoing.shape, np.int64)
         table[np.arange(arrivals.num_rows), arrivals.last_slot] = _addresses(sums)
@@ -331,7 +330,8 @@ class HostEngine:
         out = self.pool.empty((routing.num_tokens, self.hidden), torch.bfloat16)
         bias_rows = np.array([_addresses(b) for b in biases], np.int64).reshape(len(biases), routing.num_tokens)
         self.kernels.reduce_rows(
-            operands, is_float32, routing.weights, weighted, bias_rows, _addresses(out), self.hidden
+            operands, is_float32, routing.weights, weighted, bias_rows, _addresses(out), self.hidden,
+            self.runtime.streams(routing.num_tokens, 2 * self.hidden),
         )
         del decoded
         return out, returned, num_missing, needs_grad
@@ -341,12 +341,12 @@ class HostEngine:
         is_row = records != 0
         count = int(is_row.sum())
         payload = self.pool.empty((count, row.payload_bytes), torch.uint8)
-        self.kernels.move_rows(records[is_row], _addresses(payload), row.payload_bytes)
+        self.runtime.move(records[is_row], _addresses(payload), row.payload_bytes)
         sf = None
         if row.sf_bytes:
             assert wire.sf_dtype is not None
             sf_bytes = self.pool.empty((count, row.sf_bytes), torch.uint8)
-            self.kernels.move_rows(records[is_row] + row.sf, _addresses(sf_bytes), row.sf_bytes)
+            self.runtime.move(records[is_row] + row.sf, _addresses(sf_bytes), row.sf_bytes)
             sf = sf_bytes.view(wire.sf_dtype)
         rows = wire.decode_float32(payload.view(wire.payload_dtype), sf, self.hidden).contiguous()
         table = np.zeros(records.shape, np.int64)
@@ -359,7 +359,7 @@ class HostEngine:
         weights = torch.zeros(routing.slot_rank.shape, dtype=torch.float32)
         cells = np.arange(present.size).reshape(present.shape)[present]
         first = self.runtime.base[self.rank] + self.runtime.layout.combine_rows(bank) + row.weight
-        self.kernels.move_rows(first + row.stride * cells, weights.data_ptr() + 4 * cells, 4)
+        self.runtime.move(first + row.stride * cells, weights.data_ptr() + 4 * cells, 4)
         return weights
 
     def finish_combine(self, epoch: int) -> None:

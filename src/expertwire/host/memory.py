@@ -62,6 +62,45 @@ def copy_bytes(typingctx, destination, source, num_bytes):
 
 
 @intrinsic
+def _stream_line(typingctx, destination, source):
+    """Copy 64 bytes past the caches; `destination` is 64-byte aligned."""
+
+    def codegen(context, builder, signature, args):
+        line = ir.VectorType(ir.IntType(64), 8).as_pointer()
+        value = builder.load(builder.inttoptr(args[1], line), align=1)
+        store = builder.store(value, builder.inttoptr(args[0], line), align=64)
+        one = ir.Constant(ir.IntType(32), 1)
+        store.set_metadata("nontemporal", builder.module.add_metadata([one]))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@intrinsic
+def store_fence(typingctx):
+    """sfence: stores past the caches are not ordered by a release store, so they need a fence before it."""
+
+    def codegen(context, builder, signature, args):
+        if _IS_X86:
+            fence = cgutils.get_or_insert_function(
+                builder.module, ir.FunctionType(ir.VoidType(), []), "llvm.x86.sse.sfence"
+            )
+            builder.call(fence, [])
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@njit(nogil=True, inline="always")
+def stream_bytes(destination, source, num_bytes):
+    """memcpy past the caches, for rows that nobody reads soon. End with `store_fence` before a release store."""
+    whole = num_bytes & ~63 if _IS_X86 and destination & 63 == 0 else 0
+    for at in range(0, whole, 64):
+        _stream_line(destination + at, source + at)
+    copy_bytes(destination + whole, source + whole, num_bytes - whole)
+
+
+@intrinsic
 def _cpu_pause(typingctx):
     def codegen(context, builder, signature, args):
         if _IS_X86:

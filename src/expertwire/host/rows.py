@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from expertwire.host.memory import bits_float, copy_bytes, float_bits, view
+from expertwire.host.memory import bits_float, copy_bytes, float_bits, store_fence, stream_bytes, view
 
 _BLOCK = 512
 
@@ -97,10 +97,19 @@ def first_repeat(topk_idx):
 
 
 @njit(nogil=True, cache=True)
-def move_rows(source, destination, num_bytes):
-    """Copy `num_bytes` from every source[i] to destination[i] (int64 addresses). Bytes moved: 2 * rows * num_bytes."""
-    for i in range(source.size):
-        copy_bytes(destination[i], source[i], num_bytes)
+def move_rows(source, destination, num_bytes, stream=False):
+    """Copy `num_bytes` from every source[i] to destination[i] (int64 addresses). Bytes moved: 2 * rows * num_bytes.
+
+    `stream` bypasses the caches: without it a store first reads the line that it overwrites, which makes 3 * rows *
+    num_bytes. It pays when the rows are too many to be found in a cache afterwards.
+    """
+    if stream:
+        for i in range(source.size):
+            stream_bytes(destination[i], source[i], num_bytes)
+        store_fence()
+    else:
+        for i in range(source.size):
+            copy_bytes(destination[i], source[i], num_bytes)
 
 
 @njit(nogil=True, cache=True)
@@ -190,16 +199,17 @@ def _round_bf16(total, out):
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def reduce_rows(operands, is_float32, weights, weighted, biases, out, hidden):
+def reduce_rows(operands, is_float32, weights, weighted, biases, out, hidden, stream=False):
     """out[i] = bfloat16(0 + biases + sum over k of weights[i, k] * row at operands[i, k]), in float32, k ascending.
 
     operands [n, K] int64 addresses of rows of `hidden` bfloat16 (or float32) values, 0 = no row; weights [n, K] float32
     used if `weighted`; biases [num_biases, n] int64 addresses; out [n] int64 addresses. Products and sums are not
-    fused. Bytes moved: 2 * hidden * (rows + n) for bfloat16.
+    fused. `stream` as in move_rows. Bytes moved: 2 * hidden * (rows + n) for bfloat16.
 
     Worked example, hidden 1: rows 1.0 and 3.0 with weights 0.5 and 2.0 and bias 1.0 give 0 + 1 + 0.5 + 6 = 7.5.
     """
     total = np.empty(_BLOCK, np.float32)
+    rounded = np.empty(_BLOCK, np.uint16)
     for i in range(out.size):
         for first in range(0, hidden, _BLOCK):
             width = min(_BLOCK, hidden - first)
@@ -216,4 +226,9 @@ def reduce_rows(operands, is_float32, weights, weighted, biases, out, hidden):
                     _add_weighted_bf16(total, view(address + 2 * first, width, np.uint16), weights[i, k])
                 else:
                     _add_bf16(total, view(address + 2 * first, width, np.uint16))
-            _round_bf16(total, view(out[i] + 2 * first, width, np.uint16))
+            if stream:
+                _round_bf16(total, rounded)
+                stream_bytes(out[i] + 2 * first, rounded.ctypes.data, 2 * width)
+            else:
+                _round_bf16(total, view(out[i] + 2 * first, width, np.uint16))
+    store_fence()

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from expertwire.errors import GroupMismatch, MissedSignal, PeerLost, PeerRefused, PeerTimeout
-from expertwire.host.kernels import Kernels
+from expertwire.host.kernels import Array, Kernels
 from expertwire.layouts.window import GUARD_BYTES, HEADER_BYTES, WindowLayout
 from expertwire.ordering.operations import Load, PutSignal, Region, Signal, Wait, Word
 from expertwire.protocols.epoch_signal import REFUSED, pack, unpack
@@ -25,6 +25,8 @@ _GUARD = 0xA5
 _POISON = 0xFF
 _FIRST_PATIENCE = (200, 200, 10)
 _PATIENCE = (0, 0, 100)
+# More than a rank's share of a last-level cache: such rows have left it before anybody reads them.
+_STREAM_FROM_BYTES = 4 << 20
 
 Put = Callable[[int, Region, int], None]
 
@@ -80,6 +82,14 @@ class HostRuntime:
         self.own = transport.windows[self.rank]
         if debug_poison:
             self._poison_window()
+
+    def move(self, source: Array, destination: Array, num_bytes: int) -> None:
+        """Copy `num_bytes` from every address in `source` to the one in `destination`."""
+        self.kernels.move_rows(source, destination, num_bytes, self.streams(source.size, num_bytes))
+
+    def streams(self, num_rows: int, num_bytes: int) -> bool:
+        """Whether so many rows of so many bytes had better bypass the caches."""
+        return num_rows * num_bytes >= _STREAM_FROM_BYTES
 
     # -- words ---------------------------------------------------------------------------------------------------
 

@@ -3,8 +3,8 @@
     dispatch record   payload | sf | topk_idx int32[K] | topk_weights float32[K] | token int32     one per (token, rank)
     combine record    payload | sf | weight float32                                           one per (token, top-k slot)
 
-Every part starts on a 16-byte boundary, so that a part can be moved in 128-bit pieces. `topk_idx` holds local expert
-ids of the receiving rank and -1 elsewhere.
+Every part starts on a 16-byte boundary, so that a part can be moved in 128-bit pieces, and every record on a cache
+line. `topk_idx` holds local expert ids of the receiving rank and -1 elsewhere.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from expertwire._math import ceil_div, round_up
 
 ALIGN = 16
+LINE_BYTES = 64
 
 
 def max_data_bytes(hidden: int) -> int:
@@ -36,7 +37,7 @@ class DispatchRow:
     """Byte offsets inside a dispatch record.
 
     >>> DispatchRow(payload_bytes=14336, sf_bytes=0, num_topk=8).stride
-    14416
+    14464
     """
 
     payload_bytes: int
@@ -65,7 +66,7 @@ class DispatchRow:
 
     @property
     def stride(self) -> int:
-        return self.token + ALIGN
+        return round_up(self.token + ALIGN, LINE_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ class CombineRow:
     """Byte offsets inside a combine record.
 
     >>> CombineRow(payload_bytes=14336, sf_bytes=0).stride
-    14352
+    14400
     """
 
     payload_bytes: int
@@ -89,4 +90,4 @@ class CombineRow:
 
     @property
     def stride(self) -> int:
-        return self.weight + ALIGN
+        return round_up(self.weight + ALIGN, LINE_BYTES)

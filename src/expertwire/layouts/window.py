@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from expertwire._math import round_up
-from expertwire.layouts.rows import CombineRow, DispatchRow, max_combine_bytes, max_data_bytes
+from expertwire.layouts.rows import LINE_BYTES, CombineRow, DispatchRow, max_combine_bytes, max_data_bytes
 
-LINE_BYTES = 64
 HEADER_BYTES = 256
 GUARD_BYTES = 64
 PURPOSES = (
