@@ -241,7 +241,7 @@ class Network:
     ) -> tuple[Answer, tuple[int, ...], Violation | None]:
         code = node.code
         match node.action:
-            case Await(plain=True, loc=loc) if self.profile.racy_is_undefined:
+            case Await(order="plain", loc=loc) if self.profile.racy_is_undefined:
                 return None, memory, Violation("undefined", f"{loc} is polled with plain loads")
             case Await():
                 return (None if choice == EXPIRED else fetch(memory, code.location)), memory, None

@@ -28,6 +28,7 @@ class Scope(StrEnum):
     """The set of threads among which an order holds."""
 
     CTA = "cta"
+    CLUSTER = "cluster"
     GPU = "gpu"
     SYS = "sys"
 

@@ -33,11 +33,13 @@ class Thread:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Threads that run together. `goals` are `Sometimes` labels that a non-vacuous exploration must reach."""
+    """Threads that run together. `goals` are `Sometimes` labels that a non-vacuous exploration must reach. `bulk` says
+    that some thread uses bulk copies (ptx)."""
 
     name: str
     threads: tuple[Thread, ...]
     goals: tuple[str, ...] = ()
+    bulk: bool = False
 
 
 @dataclass(eq=False, slots=True)

@@ -166,14 +166,15 @@ class Doorbell:
 class Await:
     """Block until `loc` compares true with `value`, then acquire. Answered with the value seen, or with None when
     `may_expire` and the waiting time ends first. `mask` keeps some bits only, as a comparison of too few bits does.
-    `plain` marks polling by plain loads, which some contracts give no meaning."""
+    Polling by plain loads has no meaning in some contracts; relaxed and plain polling orders no later load (litmus
+    tests run those as another thread)."""
 
     loc: Loc
     compare: Literal["==", ">=", "!="] = "=="
     value: int = 1
     may_expire: bool = False
     mask: int = -1
-    plain: bool = False
+    order: Literal["acquire", "relaxed", "plain"] = "acquire"
     note: str = ""
 
 
