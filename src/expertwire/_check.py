@@ -63,7 +63,12 @@ def shape(num_experts: Any, hidden: Any, num_topk: Any, num_max_tokens_per_rank:
 
 
 def tensor(
-    rank: int, name: str, value: object, dtypes: tuple[torch.dtype, ...] | None, dims: tuple[int | None, ...], meaning: str
+    rank: int,
+    name: str,
+    value: object,
+    dtypes: tuple[torch.dtype, ...] | None,
+    dims: tuple[int | None, ...],
+    meaning: str,
 ) -> torch.Tensor:
     """A contiguous CPU tensor of one of `dtypes` (None: any) and of shape `dims` (None: any size)."""
     where = f"rank {rank}: {name}"

@@ -20,16 +20,15 @@ class _Edge(torch.autograd.Function):
     """Outputs that were computed already, tied to the inputs that their gradients belong to."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, anchor: torch.Tensor, outputs: list[torch.Tensor], backward: Gradients, *inputs: torch.Tensor | None
     ) -> tuple[torch.Tensor, ...]:
         ctx.gradients = backward
-        ctx.inputs = inputs
         ctx.mark_non_differentiable(*(t for t in outputs if not t.is_floating_point() or t.element_size() == 1))
         return (*outputs, anchor.new_zeros(0))
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         found = ctx.gradients(list(grads[:-1]))
         return (torch.zeros(0), None, None, *found)
@@ -47,5 +46,7 @@ def attach(
     """
     if anchor is None:
         anchor = torch.zeros(0, requires_grad=True)
-    *tied, edge = _Edge.apply(anchor, outputs, backward, *inputs)
+    *tied, edge = _Edge.apply(  # type: ignore[no-untyped-call]
+        anchor, outputs, backward, *inputs
+    )
     return tied, edge

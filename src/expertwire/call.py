@@ -6,10 +6,11 @@ the signal that they wait for anyway; so an error on one rank is an error on all
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -64,15 +65,29 @@ class Context:
             )
 
 
-def record(kind: type[R], complete: Callable[[], dict[str, Any]], deferred: bool, **known: Any) -> R:
-    """A frozen record: filled in now, or, if `deferred`, by its hook(), which may be called again and does no more."""
-    made = object.__new__(kind)
+class _Hook(Generic[R]):
+    """Runs a receive half once and fills its record; afterwards it holds on to nothing."""
 
-    def hook() -> R:
-        if "x" not in made.__dict__:
+    def __init__(self, made: R, complete: Callable[[], dict[str, Any]]) -> None:
+        self._pending: tuple[R, Callable[[], dict[str, Any]]] | None = (made, complete)
+        self._made: weakref.ref[R] = weakref.ref(made)
+
+    def __call__(self) -> R:
+        if self._pending is not None:
+            made, complete = self._pending
             made.__dict__.update(complete())
-        return made
+            self._pending = None
+            return made
+        filled = self._made()
+        if filled is None:
+            raise HandleError("this hook was called before, and the record that it returned is gone")
+        return filled
 
+
+def record(kind: type[R], complete: Callable[[], dict[str, Any]], deferred: bool, **known: Any) -> R:
+    """A frozen record: filled in now, or, if `deferred`, by its hook()."""
+    made = object.__new__(kind)
+    hook = _Hook(made, complete)
     made.__dict__.update(known, hook=hook if deferred else None)
     return made if deferred else hook()
 

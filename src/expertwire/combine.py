@@ -15,7 +15,7 @@ from expertwire.errors import InvalidArgument
 from expertwire.formats import BF16, WireFormat
 from expertwire.handle import Combined, Handle
 from expertwire.host.combine import Rows
-from expertwire.host.engine import Placed
+from expertwire.host.engine import Placed, Received
 from expertwire.host.runtime import Header
 from expertwire.layouts.receive import Layout
 from expertwire.steps import Sums
@@ -65,7 +65,7 @@ class Combiner:
             finally:
                 handle._busy = False
             handle.release()
-            combined, returned = (self._tie(plan, sums) if sums.needs_grad else (sums.x, sums.weights))
+            combined, returned = self._tie(plan, sums) if sums.needs_grad else (sums.x, sums.weights)
             return {"x": combined, "topk_weights": returned, "num_missing": sums.num_missing}
 
         return record(Combined, complete, defer_receive)
@@ -75,14 +75,16 @@ class Combiner:
         compact = handle.layout is Layout.COMPACT
         _check.choice(f"rank {rank}: reduce", reduce, ("token", "rank"))
         wire = _check.combine_wire(rank, wire, settings.hidden)
-        num_rows = placed.payload.shape[0]
+        num_rows = placed.num_rows
         dims: tuple[int, ...] = (num_rows, settings.hidden)
         if handle.layout is Layout.EXPERT_SLOTS:
             dims = (self._engine.num_local_experts, self._engine.num_ranks * self._engine.capacity, settings.hidden)
         _check.tensor(rank, "x", x, (torch.bfloat16,), dims, f"{list(dims)}, as the dispatch of this handle returned")
         if topk_weights is not None:
             if not compact:
-                raise InvalidArgument(f"rank {rank}: topk_weights can be returned for COMPACT only, not {handle.layout}")
+                raise InvalidArgument(
+                    f"rank {rank}: topk_weights can be returned for COMPACT only, not {handle.layout}"
+                )
             dims = (num_rows, settings.num_topk)
             _check.tensor(rank, "topk_weights", topk_weights, (torch.float32,), dims, str(list(dims)))
         biases = () if bias is None else tuple(bias) if isinstance(bias, (tuple, list)) else (bias,)
@@ -95,7 +97,9 @@ class Combiner:
         rows: Rows = "rank" if compact or reduce == "rank" else "token"
         tracked = (x, topk_weights, *biases, handle._edge, handle.topk_weights if weighted else None)
         needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tracked)
-        text = f"{wire.name}, a row per {rows}, compact={compact}, weighted={weighted}, weights={topk_weights is not None}"
+        text = (
+            f"{wire.name}, a row per {rows}, compact={compact}, weighted={weighted}, weights={topk_weights is not None}"
+        )
         return _Plan(handle, x, topk_weights, biases, rows, weighted, wire, Header(text, needs_grad))
 
     # -- gradients -----------------------------------------------------------------------------------------------
@@ -106,31 +110,34 @@ class Combiner:
         A weighted row's gradient is weight * g, and its weight's gradient the dot product of row and g, which only the
         expert's rank can form: it travels back to the token's rank by a combine of weights alone.
         """
-        handle, version = plan.handle, plan.x._version
+        handle, shape, num_biases = plan.handle, plan.x.shape, len(plan.biases)
         placed: Placed = handle._arrived
+        returned = None if plan.topk_weights is None else plan.topk_weights.shape
+        x, version = (plan.x.detach(), plan.x._version) if plan.weighted else (None, 0)
 
         def backward(grads: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
             grad_sums = as_rows(grads[0], handle.num_tokens, self._settings.hidden)
-            spread = self._spread(handle, grad_sums, grads[1] if plan.topk_weights is not None else None)
+            spread = self._spread(handle, grad_sums, None if returned is None else grads[1])
             grad_rows = spread.payload.view(torch.bfloat16)
             grad_returned = grad_weights = None
-            if plan.topk_weights is not None:
-                grad_returned = torch.zeros_like(plan.topk_weights)
-                grad_returned[: spread.arrivals.num_rows] = torch.from_numpy(spread.arrivals.weights)
-            if plan.weighted:
-                if plan.x._version != version:
+            if returned is not None:
+                grad_returned = torch.zeros(returned)
+                arrivals = spread.placed.arrivals
+                grad_returned[: arrivals.num_rows] = torch.from_numpy(arrivals.weights)
+            if x is not None:
+                if x._version != version:
                     raise RuntimeError("combine's input x was modified in place before its backward pass")
-                grad_weights = self._gradient_of_weights(handle, grad_rows, plan.x.detach())
-                scale = torch.from_numpy(placed.row_weights(grad_rows.shape[0]))
+                grad_weights = self._gradient_of_weights(handle, grad_rows, x)
+                scale = torch.from_numpy(placed.row_weights())
                 grad_rows = (scale[:, None] * grad_rows.float()).to(torch.bfloat16)
-            return [grad_rows.view(plan.x.shape), grad_returned, grad_weights, *(grad_sums for _ in plan.biases)]
+            return [grad_rows.view(shape), grad_returned, grad_weights, *[grad_sums] * num_biases]
 
         outputs = [sums.x] if sums.weights is None else [sums.x, sums.weights]
         inputs = (plan.x, plan.topk_weights, handle.topk_weights if plan.weighted else None, *plan.biases)
         tied, _ = attach(handle._edge, outputs, inputs, backward)
         return tied[0], None if sums.weights is None else tied[1]
 
-    def _spread(self, handle: Handle, rows: torch.Tensor, weights: torch.Tensor | None) -> Placed:
+    def _spread(self, handle: Handle, rows: torch.Tensor, weights: torch.Tensor | None) -> Received:
         """Dispatch `rows` [T, hidden] along the routing of `handle`, with `weights` [T, K] if given."""
         routing = handle._routing
         if weights is not None:

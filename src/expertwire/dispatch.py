@@ -16,7 +16,7 @@ from expertwire.formats import BF16, FP8Block, WireFormat
 from expertwire.formats.fp8 import column_major
 from expertwire.handle import Dispatched, Handle
 from expertwire.host.dispatch import Routing, WireRows
-from expertwire.host.engine import Arrangement, Placed
+from expertwire.host.engine import Arrangement, Placed, Received
 from expertwire.host.runtime import Header
 from expertwire.layouts.receive import Layout
 
@@ -71,14 +71,14 @@ class Dispatcher:
 
         def complete() -> dict[str, Any]:
             try:
-                placed = receive()
+                received = receive()
             except BaseException:
                 plan.handle.finished = True
                 raise
             if not plan.cached:
-                plan.handle._arrived = placed
+                plan.handle._arrived = received.placed
                 plan.handle._on_finish = (lambda: self._steps.end_dispatch(epoch)) if zero_copy else None
-            return self._fields(plan, placed)
+            return self._fields(plan, received)
 
         return record(Dispatched, complete, defer_receive, handle=plan.handle)
 
@@ -186,9 +186,10 @@ class Dispatcher:
 
     # -- the record ----------------------------------------------------------------------------------------------
 
-    def _fields(self, plan: _Plan, placed: Placed) -> dict[str, Any]:
-        arrivals, num_rows, num_topk = placed.arrivals, placed.payload.shape[0], self._settings.num_topk
-        x, sf = self._typed(plan, placed)
+    def _fields(self, plan: _Plan, received: Received) -> dict[str, Any]:
+        placed = received.placed
+        arrivals, num_rows, num_topk = placed.arrivals, placed.num_rows, self._settings.num_topk
+        x, sf = self._typed(plan, received)
         topk_idx = topk_weights = row_source = offsets = None
         if plan.arrangement.layout is Layout.COMPACT:
             topk_idx = torch.full((num_rows, num_topk), -1, dtype=torch.int32)
@@ -197,9 +198,9 @@ class Dispatcher:
                 topk_weights = torch.zeros((num_rows, num_topk), dtype=torch.float32)
                 topk_weights[: arrivals.num_rows] = torch.from_numpy(arrivals.weights)
         else:
-            row_source = torch.from_numpy(placed.row_source(num_rows)).view(*x.shape[:-1], 3)
+            row_source = torch.from_numpy(placed.row_source()).view(*x.shape[:-1], 3)
             offsets = torch.from_numpy(placed.offsets.astype(np.int32))
-        if placed.needs_grad:
+        if received.needs_grad:
             x, topk_weights = self._tie(plan, placed, x, topk_weights)
         counts = (placed.counts, placed.padded_counts, arrivals.rows_per_peer)
         names = ("num_tokens_per_expert", "num_padded_tokens_per_expert", "num_tokens_per_rank")
@@ -220,11 +221,11 @@ class Dispatcher:
             **on_host,
         }
 
-    def _typed(self, plan: _Plan, placed: Placed) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _typed(self, plan: _Plan, received: Received) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Received bytes as tensors of the wire format, in the shape of the layout."""
-        x, sf = placed.payload.view(plan.dtypes[0]), None
-        if placed.sf is not None and plan.dtypes[1] is not None:
-            sf = placed.sf.view(plan.dtypes[1])
+        x, sf = received.payload.view(plan.dtypes[0]), None
+        if received.sf is not None and plan.dtypes[1] is not None:
+            sf = received.sf.view(plan.dtypes[1])
         if isinstance(plan.wire, FP8Block) and plan.wire.decode:
             x, sf = plan.wire.decode_bfloat16(x, sf, self._settings.hidden), None
         if plan.arrangement.layout is Layout.EXPERT_SLOTS:
@@ -239,19 +240,22 @@ class Dispatcher:
         self, plan: _Plan, placed: Placed, x: torch.Tensor, topk_weights: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Backward of dispatch: the rows' gradients are combined, unweighted, along the same routing."""
+        # The graph must not hold the handle, which holds an edge of the graph.
+        routing, takes_x = plan.routing, plan.x is not None
+        shape = None if topk_weights is None else topk_weights.shape
 
         def backward(grads: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-            y = as_rows(grads[0], placed.payload.shape[0], self._settings.hidden)
+            y = as_rows(grads[0], placed.num_rows, self._settings.hidden)
             weights = None
-            if topk_weights is not None:
-                weights = torch.zeros_like(topk_weights) if grads[1] is None else grads[1].contiguous()
+            if shape is not None:
+                weights = torch.zeros(shape) if grads[1] is None else grads[1].contiguous()
                 weights = weights[: placed.arrivals.num_rows]
             receive = self._steps.combine(
-                self._steps.combines.begin(), y, placed, plan.routing, Header("backward of dispatch"), BF16(),
+                self._steps.combines.begin(), y, placed, routing, Header("backward of dispatch"), BF16(),
                 rows="rank" if placed.layout is Layout.COMPACT else "token", weights=weights,
             )  # fmt: skip
             sums = receive()
-            return [None if plan.x is None else sums.x, sums.weights]
+            return [sums.x if takes_x else None, sums.weights]
 
         outputs = [x] if topk_weights is None else [x, topk_weights]
         tied, plan.handle._edge = attach(plan.handle._edge, outputs, (plan.x, plan.topk_weights), backward)

@@ -20,7 +20,9 @@ ENGINES = ("auto", "numba", "torch")
 def transport_name(requested: str, group: Bootstrap) -> str:
     """The transport that `requested` means for this group; raises where it cannot work."""
     if requested != "auto" and requested not in TRANSPORTS:
-        raise InvalidArgument(f"transport must be 'auto' or one of {', '.join(map(repr, TRANSPORTS))}, got {requested!r}")
+        raise InvalidArgument(
+            f"transport must be 'auto' or one of {', '.join(map(repr, TRANSPORTS))}, got {requested!r}"
+        )
     in_world = isinstance(group, Rank)
     name = ("inproc" if in_world else "shm") if requested == "auto" else requested
     if (name == "inproc") != in_world:

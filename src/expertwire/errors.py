@@ -1,17 +1,17 @@
 """The errors that expertwire raises, and what each one means.
 
-    ExpertWireError
-     +-- InvalidArgument        you passed something illegal; nothing was sent          (also a ValueError)
-     +-- GroupMismatch          the ranks of one group disagree; found at creation      (also a ValueError)
-     +-- PeerError              another rank is the cause                               (also a RuntimeError)
-     |    +-- PeerRefused       it rejected its own arguments; this call is void on all ranks
-     |    +-- PeerTimeout       it did not signal in time                               (also a TimeoutError)
-     |         +-- PeerLost     its process has ended, or it closed its buffer
-     +-- HandleError            a handle used where it does not belong
-     |    +-- InFlightError     more calls unfinished than `max_in_flight` allows
-     +-- BufferClosed           the buffer was closed on this rank
-     +-- TransportUnavailable   what was asked for does not work on this machine
-     +-- WorldAborted           another rank of this World failed first
+ExpertWireError
+ +-- InvalidArgument        you passed something illegal; nothing was sent          (also a ValueError)
+ +-- GroupMismatch          the ranks of one group disagree; found at creation      (also a ValueError)
+ +-- PeerError              another rank is the cause                               (also a RuntimeError)
+ |    +-- PeerRefused       it rejected its own arguments; this call is void on all ranks
+ |    +-- PeerTimeout       it did not signal in time                               (also a TimeoutError)
+ |         +-- PeerLost     its process has ended, or it closed its buffer
+ +-- HandleError            a handle used where it does not belong
+ |    +-- InFlightError     more calls unfinished than `max_in_flight` allows
+ +-- BufferClosed           the buffer was closed on this rank
+ +-- TransportUnavailable   what was asked for does not work on this machine
+ +-- WorldAborted           another rank of this World failed first
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from expertwire.errors import GroupMismatch, InFlightError, PeerRefused
 from expertwire.formats import WireFormat
 from expertwire.host.combine import Rows
 from expertwire.host.dispatch import Routing, WireRows, refuse
-from expertwire.host.engine import Arrangement, HostEngine, Placed
+from expertwire.host.engine import Arrangement, HostEngine, Placed, Received
 from expertwire.host.runtime import Header
 from expertwire.protocols.lane import Lane
 
@@ -102,15 +102,15 @@ class Steps:
         keep_own: bool = True,
         zero_unused: bool = False,
         hold_bank: bool = False,
-    ) -> Callable[[], Placed]:
+    ) -> Callable[[], Received]:
         """Send rows along `routing`; the result receives them. `hold_bank` leaves the step open (zero-copy views)."""
         row = self.engine.dispatch_row(rows.payload_bytes, rows.sf_bytes)
         with self._fatal():
             self.engine.send_dispatch(epoch, routing, rows, header, cached=not send_routing, keep_own=keep_own)
 
-        def receive() -> Placed:
+        def receive() -> Received:
             try:
-                placed = self.engine.receive_dispatch(
+                received = self.engine.receive_dispatch(
                     epoch,
                     row,
                     header.text,
@@ -129,7 +129,7 @@ class Steps:
                 raise
             if not hold_bank:
                 self.end_dispatch(epoch)
-            return placed
+            return received
 
         return receive
 

@@ -95,4 +95,3 @@ def bootstrap(group: object) -> Bootstrap:
         f"group must be a rank of ew.World or a torch.distributed process group, got {type(group).__name__}. "
         "With torchrun: dist.init_process_group('gloo'), then pass dist.group.WORLD."
     )
-

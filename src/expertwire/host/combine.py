@@ -22,14 +22,23 @@ Rows = Literal["token", "rank", "none"]  # what travels: a row per (token, slot)
 
 
 def send(
-    runtime: HostRuntime, lane: Lane, epoch: int, arrivals: Arrivals, outgoing: Array, row: CombineRow, sf: Array | None,
-    weights: Array | None, header: Header, *, keep_own: bool,
-) -> None:  # fmt: skip
+    runtime: HostRuntime,
+    lane: Lane,
+    epoch: int,
+    arrivals: Arrivals,
+    outgoing: Array,
+    row: CombineRow,
+    sf: Array | None,
+    weights: Array | None,
+    header: Header,
+    *,
+    keep_own: bool,
+) -> None:
     """Send half: outgoing [m, K] int64 addresses of the rows to send back, 0 = none; `sf` likewise, for their metadata.
 
     `weights` [m, K] float32 travel back for every slot that this rank serves. With `keep_own` own rows are not copied.
     """
-    layout, kernels = runtime.layout, runtime.kernels
+    layout = runtime.layout
     num_topk = outgoing.shape[1]
 
     def put(peer: int, region: Region, count: int) -> None:

@@ -19,7 +19,6 @@ from expertwire.protocols.epoch_signal import REFUSED
 from expertwire.protocols.lane import Lane
 
 
-
 @dataclass(frozen=True)
 class Routing:
     """Where the selections of this rank's tokens go. Made from `topk_idx` alone; T tokens, K slots, R ranks.
@@ -69,7 +68,7 @@ class Arrivals:
 
     @property
     def rows_per_peer(self) -> Array:
-        return np.diff(self.offsets)
+        return self.offsets[1:] - self.offsets[:-1]
 
     @property
     def last_slot(self) -> Array:
@@ -90,7 +89,15 @@ class WireRows:
 
 
 def send(
-    runtime: HostRuntime, lane: Lane, epoch: int, routing: Routing, rows: WireRows, header: Header, *, cached: bool, keep_own: bool
+    runtime: HostRuntime,
+    lane: Lane,
+    epoch: int,
+    routing: Routing,
+    rows: WireRows,
+    header: Header,
+    *,
+    cached: bool,
+    keep_own: bool,
 ) -> None:
     """Send half. With `cached` the receivers know the routing already; with `keep_own` own rows are not copied."""
     row = DispatchRow(rows.payload_bytes, rows.sf_bytes, routing.slot_rank.shape[1])
@@ -144,7 +151,9 @@ def receive(
     if known is None:
         offsets = np.concatenate([[0], np.cumsum(present)])
         shape = (int(offsets[-1]), row.num_topk)
-        arrivals = Arrivals(offsets, np.empty(shape[0], np.int32), np.empty(shape, np.int32), np.empty(shape, np.float32))
+        arrivals = Arrivals(
+            offsets, np.empty(shape[0], np.int32), np.empty(shape, np.int32), np.empty(shape, np.float32)
+        )
     else:
         arrivals = known
     addresses = np.zeros(arrivals.num_rows, np.int64)

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from expertwire._math import round_up
 from expertwire.formats import BF16, FP8Block, WireFormat
 from expertwire.host import combine, dispatch
 from expertwire.host.combine import Rows
@@ -41,32 +40,40 @@ class Arrangement:
 
 @dataclass(frozen=True)
 class Placed:
-    """Received rows in their places. `rows` [m, K] is the output row of each arrival and slot, -1 = none."""
+    """Where received rows have their places. `rows` [m, K] is the output row of each arrival and slot, -1 = none."""
 
     layout: Layout
     arrivals: Arrivals
-    payload: torch.Tensor
-    sf: torch.Tensor | None
     rows: Array
     counts: Array
     padded_counts: Array
     offsets: Array
-    needs_grad: bool
+    num_rows: int
 
-    def row_source(self, num_rows: int) -> Array:
+    def row_source(self) -> Array:
         """int32 [num_rows, 3]: source rank, token and slot of every output row, -1 for rows that nobody fills."""
         arrival, slot = np.nonzero(self.rows >= 0)
         source = np.repeat(np.arange(len(self.arrivals.offsets) - 1), self.arrivals.rows_per_peer)
-        found = np.full((num_rows, 3), -1, np.int32)
+        found = np.full((self.num_rows, 3), -1, np.int32)
         found[self.rows[arrival, slot]] = np.stack([source[arrival], self.arrivals.tokens[arrival], slot], axis=1)
         return found
 
-    def row_weights(self, num_rows: int) -> Array:
+    def row_weights(self) -> Array:
         """float32 [num_rows]: the weight of every output row, 0 for rows that nobody fills."""
         arrival, slot = np.nonzero(self.rows >= 0)
-        found = np.zeros(num_rows, np.float32)
+        found = np.zeros(self.num_rows, np.float32)
         found[self.rows[arrival, slot]] = self.arrivals.weights[arrival, slot]
         return found
+
+
+@dataclass(frozen=True)
+class Received:
+    """One dispatch as it arrived: uint8 [num_rows, bytes per row] of payload and scale factors, in their places."""
+
+    placed: Placed
+    payload: torch.Tensor
+    sf: torch.Tensor | None
+    needs_grad: bool
 
 
 class HostEngine:
@@ -109,7 +116,7 @@ class HostEngine:
             sf = self.pool.empty((x.shape[0], sf_bytes), torch.uint8)
             packed = wire.scale == "ue8m0"
             self.kernels.encode_fp8(
-                x.data_ptr(), *x.shape, wire.block, packed, payload.data_ptr(), sf.data_ptr(), sf_bytes
+                x.data_ptr(), x.shape[0], x.shape[1], wire.block, packed, payload.data_ptr(), sf.data_ptr(), sf_bytes
             )
             return self.opaque(payload, sf)
         return self.opaque(*wire.encode(x))
@@ -146,14 +153,20 @@ class HostEngine:
         own: tuple[Routing, WireRows] | None,
         zero_unused: bool,
         reuse_bank: bool,
-    ) -> Placed:
+    ) -> Received:
         """Wait for all peers and put their rows into place.
 
-        `known` repeats an earlier placement (cached dispatch), `send_routing` says that weights come along anew; `own` are the rows of this rank that were not copied
-        into the window; `zero_unused` clears rows that nobody fills; `reuse_bank` places into the bank's workspace.
+        `known` repeats an earlier placement (cached dispatch), though with `send_routing` weights come along anew;
+        `own` are the rows of this rank that were not copied into the window; `zero_unused` clears rows that nobody
+        fills; `reuse_bank` places into the bank's workspace.
         """
         arrivals, records, needs_grad = dispatch.receive(
-            self.runtime, self.dispatch_lane, epoch, row, settings, known.arrivals if known and not send_routing else None
+            self.runtime,
+            self.dispatch_lane,
+            epoch,
+            row,
+            settings,
+            known.arrivals if known and not send_routing else None,
         )
         for peer, count in enumerate(arrivals.rows_per_peer):
             self.rows_received[peer] += int(count)
@@ -165,47 +178,43 @@ class HostEngine:
             payloads = records.copy()
             payloads[mine] = wire.payload + wire.payload_bytes * sent
             sfs[mine] = wire.sf + wire.sf_bytes * sent
-        plan = known or self._plan(arrivals, arrangement)
+        placed = replace(known, arrivals=arrivals) if known else self._place(arrivals, arrangement)
         bank = self.dispatch_lane.bank(epoch) if reuse_bank else None
-        num_rows = self._num_rows(plan.rows, plan.offsets, arrangement)
         blank = zero_unused or bool((records == 0).any())
-        out = self._fill(bank, "payload", num_rows, row.payload_bytes, payloads, records != 0, plan.rows, blank)
+        out = self._fill(bank, "payload", row.payload_bytes, payloads, records != 0, placed, blank)
         sf = None
         if row.sf_bytes:
-            sf = self._fill(bank, "sf", num_rows, row.sf_bytes, sfs, records != 0, plan.rows, blank)
-        return replace(plan, arrivals=arrivals, payload=out, sf=sf, needs_grad=needs_grad)
+            sf = self._fill(bank, "sf", row.sf_bytes, sfs, records != 0, placed, blank)
+        return Received(placed, out, sf, needs_grad)
 
-    def _plan(self, arrivals: Arrivals, arrangement: Arrangement) -> Placed:
+    def _place(self, arrivals: Arrivals, arrangement: Arrangement) -> Placed:
         """The output row of every arrival, before any row has moved."""
+        layout, alignment = arrangement.layout, arrangement.alignment
         counts = self.kernels.count_experts(arrivals.topk_idx, self.num_local_experts)
-        if arrangement.layout is Layout.EXPERT_SLOTS:
-            room = self.num_ranks * self.capacity
-            padded = np.full(self.num_local_experts, room, np.int32)
+        if layout is Layout.EXPERT_SLOTS:
+            padded = np.full(self.num_local_experts, self.num_ranks * self.capacity, np.int64)
         else:
-            padded = np.array([round_up(int(n), arrangement.alignment) for n in counts], np.int32)
-        offsets = np.concatenate([[0], np.cumsum(padded, dtype=np.int64)]).astype(np.int64)
-        if arrangement.layout is Layout.COMPACT:
+            padded = -(-counts.astype(np.int64) // alignment) * alignment
+        offsets = np.concatenate([[0], np.cumsum(padded)])
+        if layout is Layout.COMPACT:
             rows = np.full(arrivals.topk_idx.shape, -1, np.int64)
             rows[np.arange(arrivals.num_rows), arrivals.last_slot] = np.arange(arrivals.num_rows)
+            num_rows = arrivals.num_rows
         else:
             rows = self.kernels.place_experts(arrivals.topk_idx, offsets)
-        nothing = torch.empty(0)
-        return Placed(arrangement.layout, arrivals, nothing, None, rows, counts, padded, offsets, False)
-
-    def _num_rows(self, rows: Array, offsets: Array, arrangement: Arrangement) -> int:
-        if arrangement.fixed_size or arrangement.layout is Layout.EXPERT_SLOTS:
-            return worst_case_rows(
-                arrangement.layout, self.num_ranks, self.capacity, self.num_topk, self.num_local_experts,
-                arrangement.alignment,
-            )  # fmt: skip
-        return int(rows.shape[0] if arrangement.layout is Layout.COMPACT else offsets[-1])
+            num_rows = int(offsets[-1])
+        if arrangement.fixed_size:
+            num_rows = worst_case_rows(
+                layout, self.num_ranks, self.capacity, self.num_topk, self.num_local_experts, alignment
+            )
+        return Placed(layout, arrivals, rows, counts, padded, offsets, num_rows)
 
     def _fill(
-        self, bank: int | None, part: str, num_rows: int, row_bytes: int, sources: Array, present: Array, rows: Array,
-        blank: bool,
-    ) -> torch.Tensor:  # fmt: skip
+        self, bank: int | None, part: str, row_bytes: int, sources: Array, present: Array, placed: Placed, blank: bool
+    ) -> torch.Tensor:
         """uint8 [num_rows, row_bytes] with arrival i copied to rows[i, k] for every k where that is not -1."""
-        out = self._output(bank, part, (num_rows, row_bytes))
+        rows = placed.rows
+        out = self._output(bank, part, (placed.num_rows, row_bytes))
         if blank:
             out.zero_()
         elif self.runtime.debug_poison:
@@ -288,7 +297,13 @@ class HostEngine:
         sums = self.pool.empty((arrivals.num_rows, self.hidden), torch.bfloat16)
         no_bias = np.empty((0, arrivals.num_rows), np.int64)
         self.kernels.reduce_rows(
-            outgoing, False, arrivals.weights, weighted, no_bias, _addresses(sums), self.hidden,
+            outgoing,
+            False,
+            arrivals.weights,
+            weighted,
+            no_bias,
+            _addresses(sums),
+            self.hidden,
             self.runtime.streams(arrivals.num_rows, 2 * self.hidden),
         )
         table = np.zeros(outgoing.shape, np.int64)
@@ -330,7 +345,13 @@ class HostEngine:
         out = self.pool.empty((routing.num_tokens, self.hidden), torch.bfloat16)
         bias_rows = np.array([_addresses(b) for b in biases], np.int64).reshape(len(biases), routing.num_tokens)
         self.kernels.reduce_rows(
-            operands, is_float32, routing.weights, weighted, bias_rows, _addresses(out), self.hidden,
+            operands,
+            is_float32,
+            routing.weights,
+            weighted,
+            bias_rows,
+            _addresses(out),
+            self.hidden,
             self.runtime.streams(routing.num_tokens, 2 * self.hidden),
         )
         del decoded

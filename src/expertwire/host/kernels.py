@@ -84,8 +84,8 @@ def load(engine: str) -> Kernels:
     if engine == "auto":
         engine = "torch" if numba_missing() else "numba"
     if engine == "torch":
-        return importlib.import_module("expertwire.host.plain")  # type: ignore[return-value]
+        return importlib.import_module("expertwire.host.plain")
     reason = numba_missing()
     if reason:
         raise TransportUnavailable(f"engine='numba': {reason}, or pass engine='torch'")
-    return importlib.import_module("expertwire.host.compiled")  # type: ignore[return-value]
+    return importlib.import_module("expertwire.host.compiled")

@@ -1,11 +1,11 @@
 """Memory operations on raw addresses, for use inside numba kernels.
 
 Words are published with a release store and read with an acquire load: everything that a rank wrote before the store is
-there for whoever saw the word. On a wait, a few spins, then `sched_yield`, then short sleeps: with more ranks than cores
-a spinning rank would keep the one it waits for from running.
+there for whoever saw the word. On a wait, a few spins, then `sched_yield`, then short sleeps: with more ranks than
+cores a spinning rank would keep the one it waits for from running.
 """
 
-# ruff: noqa: ANN001, ANN202
+# ruff: noqa: ANN001, ANN201, ANN202
 # mypy: ignore-errors
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ import mmap
 import threading
 import weakref
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -37,7 +38,7 @@ class Pool:
             return torch.empty(shape, dtype=dtype)
         block = self._take(num_bytes)
         loan = np.frombuffer(block, np.uint8)[:num_bytes]
-        self._lent[id(loan)] = weakref.ref(loan, lambda _, key=id(loan): self._return(key)), block
+        self._lent[id(loan)] = weakref.ref(loan, partial(self._return, id(loan))), block
         return torch.from_numpy(loan).view(dtype).view(*shape)
 
     def _take(self, num_bytes: int) -> mmap.mmap:
@@ -52,7 +53,7 @@ class Pool:
         block.madvise(mmap.MADV_HUGEPAGE)
         return block
 
-    def _return(self, key: int) -> None:
+    def _return(self, key: int, loan: object) -> None:
         _, block = self._lent.pop(key)
         with self._lock:
             self._idle.append(block)

@@ -4,7 +4,7 @@ Rows are named by address tables: `move_rows(source, destination, num_bytes)` co
 `destination[i]`. So one kernel serves send and receive, windows and ordinary tensors, every layout.
 """
 
-# ruff: noqa: ANN001, ANN202
+# ruff: noqa: ANN001, ANN201, ANN202
 # mypy: ignore-errors
 from __future__ import annotations
 

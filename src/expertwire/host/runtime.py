@@ -188,7 +188,8 @@ class HostRuntime:
             seen = self.kernels.read_word(self._address(self.rank, Word(word.purpose, peer, word.bank)))
             gone = self.has_left(peer)
             if seen < pack(epoch, REFUSED) and peer not in self.masked and (gone or not lost):
-                missed.append(MissedSignal(peer, epoch, *unpack(seen), alive=False if gone else self.transport.alive(peer)))
+                alive = False if gone else self.transport.alive(peer)
+                missed.append(MissedSignal(peer, epoch, *unpack(seen), alive=alive))
         if lost:
             hint = "Create the buffer with on_timeout='mask' to go on without such ranks, or restart the group."
             raise PeerLost(self.rank, phase, missed, waited, hint)

@@ -1,7 +1,7 @@
 """One token's record in a window: where its payload, scale factors and routing lie.
 
-    dispatch record   payload | sf | topk_idx int32[K] | topk_weights float32[K] | token int32     one per (token, rank)
-    combine record    payload | sf | weight float32                                           one per (token, top-k slot)
+    dispatch record   payload | sf | topk_idx int32[K] | topk_weights float32[K] | token int32    one per (token, rank)
+    combine record    payload | sf | weight float32                                          one per (token, top-k slot)
 
 Every part starts on a 16-byte boundary, so that a part can be moved in 128-bit pieces, and every record on a cache
 line. `topk_idx` holds local expert ids of the receiving rank and -1 elsewhere.
