@@ -68,7 +68,8 @@ class Arrivals:
 
     @property
     def rows_per_peer(self) -> Array:
-        return self.offsets[1:] - self.offsets[:-1]
+        rows: Array = self.offsets[1:] - self.offsets[:-1]
+        return rows
 
     @property
     def last_slot(self) -> Array:
