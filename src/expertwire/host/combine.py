@@ -12,7 +12,7 @@ import numpy as np
 
 from expertwire.host.dispatch import Arrivals, Routing
 from expertwire.host.kernels import Array
-from expertwire.host.runtime import Header, HostRuntime
+from expertwire.host.runtime import Header, HostRuntime, Segments
 from expertwire.layouts.rows import CombineRow
 from expertwire.ordering.operations import Region
 from expertwire.protocols import lane as protocol
@@ -41,20 +41,25 @@ def send(
     layout = runtime.layout
     num_topk = outgoing.shape[1]
 
-    def put(peer: int, region: Region, count: int) -> None:
-        runtime.write_header(peer, layout.combine_header(region.bank, region.writer), header)
+    def put(peer: int, region: Region, count: int) -> Segments:
+        segments = [runtime.write_header(peer, layout.combine_header(region.bank, region.writer), header)]
         mine = slice(int(arrivals.offsets[peer]), int(arrivals.offsets[peer + 1]))
-        records = runtime.base[peer] + layout.combine_rows(region.bank)
-        slots = records + row.stride * (arrivals.tokens[mine, None].astype(np.int64) * num_topk + np.arange(num_topk))
+        cell = arrivals.tokens[mine, None].astype(np.int64) * num_topk + np.arange(num_topk)
+        slots = layout.combine_rows(region.bank) + row.stride * cell
+        base = runtime.base[peer]
         if count and not (keep_own and peer == runtime.rank):
             is_row = outgoing[mine] != 0
-            runtime.move(outgoing[mine][is_row], slots[is_row], row.payload_bytes)
+            runtime.move(outgoing[mine][is_row], base + slots[is_row], row.payload_bytes)
+            segments.append((slots[is_row], row.payload_bytes))
             if sf is not None:
-                runtime.move(sf[mine][is_row], slots[is_row] + row.sf, row.sf_bytes)
+                runtime.move(sf[mine][is_row], base + slots[is_row] + row.sf, row.sf_bytes)
+                segments.append((slots[is_row] + row.sf, row.sf_bytes))
         if weights is not None:
             served = arrivals.topk_idx[mine] >= 0
             cells = weights.ctypes.data + 4 * np.arange(weights.size).reshape(weights.shape)
-            runtime.move(cells[mine][served], slots[served] + row.weight, 4)
+            runtime.move(cells[mine][served], base + slots[served] + row.weight, 4)
+            segments.append((slots[served] + row.weight, 4))
+        return segments
 
     starts = arrivals.offsets[:-1]
     sent = np.concatenate([[0], np.cumsum((outgoing != 0).sum(axis=1))])

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from expertwire.host.kernels import Array
-from expertwire.host.runtime import Header, HostRuntime
+from expertwire.host.runtime import Header, HostRuntime, Segments
 from expertwire.layouts.rows import DispatchRow
 from expertwire.ordering.operations import Region
 from expertwire.protocols import lane as protocol
@@ -104,12 +104,13 @@ def send(
     row = DispatchRow(rows.payload_bytes, rows.sf_bytes, routing.slot_rank.shape[1])
     layout, kernels = runtime.layout, runtime.kernels
 
-    def put(peer: int, region: Region, count: int) -> None:
-        runtime.write_header(peer, layout.dispatch_header(region.bank, region.writer), header)
+    def put(peer: int, region: Region, count: int) -> Segments:
+        head = runtime.write_header(peer, layout.dispatch_header(region.bank, region.writer), header)
         if count == 0:
-            return
+            return [head]
         tokens = routing.tokens[routing.offsets[peer] : routing.offsets[peer + 1]]
-        records = runtime.base[peer] + layout.dispatch_rows(region.bank, region.writer)
+        first = layout.dispatch_rows(region.bank, region.writer)
+        records = runtime.base[peer] + first
         if not (keep_own and peer == runtime.rank):
             places = records + row.stride * np.arange(count)
             runtime.move(rows.payload + rows.payload_bytes * tokens.astype(np.int64), places, rows.payload_bytes)
@@ -120,6 +121,7 @@ def send(
                 records, row.stride, row.topk_idx, row.topk_weights, row.token,
                 tokens, peer, routing.slot_rank, routing.slot_local, routing.weights,
             )  # fmt: skip
+        return [head, (first + row.stride * np.arange(count), row.stride)]
 
     runtime.run("dispatch send", protocol.send(lane, runtime.rank, epoch, routing.rows_per_peer), put)
 
@@ -128,8 +130,8 @@ def refuse(runtime: HostRuntime, lane: Lane, epoch: int, reason: str) -> None:
     """Tell every peer that this rank's call is void, and why; the step is over for this rank."""
     header_of = {"dispatch": runtime.layout.dispatch_header, "combine": runtime.layout.combine_header}[lane.name]
 
-    def put(peer: int, region: Region, count: int) -> None:
-        runtime.write_header(peer, header_of(region.bank, region.writer), Header(reason))
+    def put(peer: int, region: Region, count: int) -> Segments:
+        return [runtime.write_header(peer, header_of(region.bank, region.writer), Header(reason))]
 
     counts = [REFUSED] * runtime.num_ranks
     runtime.run(f"{lane.name} send", protocol.send(lane, runtime.rank, epoch, counts), put)

@@ -28,7 +28,8 @@ _PATIENCE = (0, 0, 100)
 # More than a rank's share of a last-level cache: such rows have left it before anybody reads them.
 _STREAM_FROM_BYTES = 4 << 20
 
-Put = Callable[[int, Region, int], None]
+Segments = list[tuple[Array, int]]  # (byte offsets in the reader's window, bytes at each of them)
+Put = Callable[[int, Region, int], Segments]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,21 @@ class HostRuntime:
         return self.base[owner] + self.layout.word(word.purpose, word.writer, word.bank)
 
     def publish(self, peer: int, word: Word, epoch: int, count: int = 0) -> None:
+        """Set a word in the window of `peer` (release)."""
         self.kernels.publish(self._address(peer, word), pack(epoch, count))
+
+    def deliver(self, peer: int, segments: Segments, word: Word, epoch: int, count: int) -> None:
+        """The rows of a put are written: set the word that vouches for them. Where `base[peer]` is the peer's window
+        itself, the segments are there already."""
+        self.publish(peer, word, epoch, count)
+
+    def watch(self, word: Word, wanted: int, patience: tuple[int, int, int]) -> int:
+        """The value of the own window's word (acquire), once it is >= `wanted` or patience runs out."""
+        return self.kernels.wait_word(self._address(self.rank, word), wanted, *patience)
+
+    def clock(self) -> float:
+        """Seconds, for time-outs."""
+        return time.perf_counter()
 
     def _is_set(self, word: Word) -> bool:
         return self.kernels.read_word(self._address(self.rank, word)) != 0
@@ -127,10 +142,10 @@ class HostRuntime:
     def run(self, phase: str, step: Step, put: Put | None = None) -> dict[int, int]:
         """Carry out one half of a protocol; returns the last count that each writer signalled, masked ones absent.
 
-        `put(peer, region, count)` writes rows into a peer's window before their signal.
+        `put(peer, region, count)` writes rows into a peer's window before their signal, and says where.
         """
         counts: dict[int, int] = {}
-        started = time.perf_counter()
+        started = self.clock()
         answer: int | None = None
         while True:
             try:
@@ -142,8 +157,7 @@ class HostRuntime:
                 case PutSignal(peer, region, count, word, epoch):
                     if self._usable(peer):
                         assert put is not None
-                        put(peer, region, count)
-                        self.publish(peer, word, epoch, count)
+                        self.deliver(peer, put(peer, region, count), word, epoch, count)
                 case Signal(peer, word, epoch, count):
                     if peer not in self.masked:
                         self.publish(peer, word, epoch, count)
@@ -161,24 +175,23 @@ class HostRuntime:
         peer = word.writer
         if peer in self.masked:
             return None
-        address, wanted = self._address(self.rank, word), pack(epoch, REFUSED)
-        seen = self.kernels.wait_word(address, wanted, *_FIRST_PATIENCE)
-        began = time.perf_counter()
+        wanted, began = pack(epoch, REFUSED), self.clock()
+        seen = self.watch(word, wanted, _FIRST_PATIENCE)
         while seen < wanted:
             self.transport.raise_if_aborted()
             lost = self.has_left(peer)
             if lost:  # it may have signalled just before it left
-                seen = self.kernels.read_word(address)
+                seen = self.kernels.read_word(self._address(self.rank, word))
                 if seen >= wanted:
                     break
-            waited = time.perf_counter() - started
+            waited = self.clock() - started
             if lost or (self.timeout_s is not None and waited > self.timeout_s):
                 if not self.mask_peers:
                     self._give_up(phase, word, epoch, waited, lost)
                 self.mask(peer)
                 return None
-            seen = self.kernels.wait_word(address, wanted, *_PATIENCE)
-        self.wait_s[peer] += time.perf_counter() - began
+            seen = self.watch(word, wanted, _PATIENCE)
+        self.wait_s[peer] += self.clock() - began
         return unpack(seen)[1]
 
     def _give_up(self, phase: str, word: Word, epoch: int, waited: float, lost: bool) -> None:
@@ -198,11 +211,13 @@ class HostRuntime:
 
     # -- headers -------------------------------------------------------------------------------------------------
 
-    def write_header(self, peer: int, offset: int, header: Header) -> None:
-        """Describe a put in front of its rows: how the writer understood this call, or why it refused it."""
+    def write_header(self, peer: int, offset: int, header: Header) -> tuple[Array, int]:
+        """Describe a put in front of its rows: how the writer understood this call, or why it refused it. Returns the
+        segment."""
         raw = bytes([header.needs_grad]) + header.text.encode()[: HEADER_BYTES - 3]
         raw = len(raw).to_bytes(2, "little") + raw
         self.transport.windows[peer][offset : offset + len(raw)] = np.frombuffer(raw, np.uint8)
+        return np.array([offset]), len(raw)
 
     def read_header(self, offset: int) -> Header:
         raw = self.own[offset : offset + HEADER_BYTES].tobytes()
