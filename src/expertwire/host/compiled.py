@@ -11,6 +11,7 @@ from expertwire import _env
 _before = numba.config.CACHE_DIR
 numba.config.CACHE_DIR = _env.cache_dir("numba")
 try:
+    from expertwire.host.logfmt import decode_logfmt, encode_logfmt
     from expertwire.host.memory import publish, read_word, wait_word
     from expertwire.host.quantize import decode_fp8, encode_fp8
     from expertwire.host.rows import (
@@ -30,7 +31,9 @@ finally:
 __all__ = [
     "count_experts",
     "decode_fp8",
+    "decode_logfmt",
     "encode_fp8",
+    "encode_logfmt",
     "first_illegal",
     "first_repeat",
     "move_rows",

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from expertwire.formats import BF16, FP8Block, WireFormat
+from expertwire.formats import BF16, FP8Block, LogFMT10, WireFormat
 from expertwire.host import combine, dispatch
 from expertwire.host.combine import Rows
 from expertwire.host.dispatch import Arrivals, Routing, WireRows
@@ -118,6 +118,11 @@ class HostEngine:
             self.kernels.encode_fp8(
                 x.data_ptr(), x.shape[0], x.shape[1], wire.block, packed, payload.data_ptr(), sf.data_ptr(), sf_bytes
             )
+            return self.opaque(payload, sf)
+        if isinstance(wire, LogFMT10):
+            payload = self.pool.empty((x.shape[0], wire.payload_bytes(x.shape[1])), torch.uint8)
+            sf = self.pool.empty((x.shape[0], wire.sf_bytes(x.shape[1])), torch.uint8)
+            self.kernels.encode_logfmt(x.data_ptr(), x.shape[0], x.shape[1], payload.data_ptr(), sf.data_ptr())
             return self.opaque(payload, sf)
         return self.opaque(*wire.encode(x))
 
@@ -369,7 +374,12 @@ class HostEngine:
             sf_bytes = self.pool.empty((count, row.sf_bytes), torch.uint8)
             self.runtime.move(records[is_row] + row.sf, _addresses(sf_bytes), row.sf_bytes)
             sf = sf_bytes.view(wire.sf_dtype)
-        rows = wire.decode_float32(payload.view(wire.payload_dtype), sf, self.hidden).contiguous()
+        if isinstance(wire, LogFMT10):
+            assert sf is not None
+            rows = self.pool.empty((count, self.hidden), torch.float32)
+            self.kernels.decode_logfmt(payload.data_ptr(), sf.data_ptr(), count, self.hidden, rows.data_ptr())
+        else:
+            rows = wire.decode_float32(payload.view(wire.payload_dtype), sf, self.hidden).contiguous()
         table = np.zeros(records.shape, np.int64)
         table[is_row] = _addresses(rows)
         return table, rows

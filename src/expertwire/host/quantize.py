@@ -19,7 +19,11 @@ _FLOOR = np.float32(1e-4)
 _E4M3_MAX = np.float32(448)
 # Adding 2^14 to |v| < 2^-6 leaves v / 2^-9, rounded to nearest even, in the low bits of the sum.
 _SUBNORMAL_SHIFT = np.float32(16384)
+_SUBNORMAL_SHIFT_BITS = np.uint32(0x46800000)
 _SMALLEST_NORMAL_BITS = np.uint32(0x3C800000)
+_SMALLEST_NORMAL = np.float32(2**-6)
+_E4M3_EXPONENT = np.uint32((127 - 7) << 23)
+_LOWEST_UE8M0 = np.uint32(0x00400000)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -37,18 +41,18 @@ def _round_e4m3(values, factor, out):
     for h in range(values.size):
         product = bits_float(np.uint32(values[h]) << np.uint32(16)) * factor
         bits = float_bits(product)
-        sign = np.uint32((bits >> np.uint32(24)) & np.uint32(0x80))
-        magnitude = min(bits_float(bits & np.uint32(0x7FFFFFFF)), _E4M3_MAX)
+        sign = np.uint32(np.uint32(bits >> np.uint32(24)) & np.uint32(0x80))
+        magnitude = min(bits_float(np.uint32(bits & np.uint32(0x7FFFFFFF))), _E4M3_MAX)
         bits = float_bits(magnitude)
-        normal = (bits + np.uint32(0x7FFFF) + ((bits >> np.uint32(20)) & np.uint32(1))) >> np.uint32(20)
-        normal -= np.uint32((127 - 7) << 3)
-        subnormal = float_bits(magnitude + _SUBNORMAL_SHIFT) - float_bits(_SUBNORMAL_SHIFT)
+        odd = np.uint32(np.uint32(bits >> np.uint32(20)) & np.uint32(1))
+        normal = np.uint32(np.uint32(bits - _E4M3_EXPONENT + np.uint32(0x7FFFF) + odd) >> np.uint32(20))
+        subnormal = np.uint32(float_bits(magnitude + _SUBNORMAL_SHIFT) - _SUBNORMAL_SHIFT_BITS)
         code = normal if bits >= _SMALLEST_NORMAL_BITS else subnormal
         out[h] = np.uint8(code | sign)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def encode_fp8(x, num_rows, hidden, block, packed, payload, sf, sf_stride):
+def encode_fp8(x, num_rows, hidden, block, packed, payload, sf, sf_stride) -> None:
     """Quantise rows: x [num_rows, hidden] bfloat16 at address `x` -> payload [num_rows, hidden] uint8 at `payload`.
 
     sf: float32 [num_rows, ceil(hidden / block)], or with `packed` one UE8M0 exponent byte per block, zero-filled up to
@@ -86,19 +90,47 @@ def encode_fp8(x, num_rows, hidden, block, packed, payload, sf, sf_stride):
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def decode_fp8(payload, sf, num_rows, hidden, block, scales, values, out):
-    """out [num_rows, hidden] bfloat16 at `out` = e4m3 value * scale, in float32, rounded once.
+def _scale_e4m3(codes, scale, out):
+    """out = bfloat16(e4m3 value * scale), one rounding to float32 and one to bfloat16, both to nearest even.
 
-    `scales` [num_rows, num_blocks] float32 (UE8M0 already expanded), `values` the 256 float32 values of e4m3.
+    A float32 with the code's exponent and mantissa is the value; below 8 (subnormal codes) it is what 2^-6 with that
+    mantissa exceeds 2^-6 by. Worked example: code 0x2a, scale 1: (0x2a << 20) + (120 << 23) = 0x3ea00000 = 0.3125.
     """
+    for h in range(codes.size):
+        code = np.uint32(codes[h] & np.uint8(0x7F))
+        normal = bits_float(np.uint32(np.uint32(code << np.uint32(20)) + _E4M3_EXPONENT))
+        subnormal = bits_float(np.uint32(np.uint32(code << np.uint32(20)) | _SMALLEST_NORMAL_BITS)) - _SMALLEST_NORMAL
+        magnitude = normal if code >= np.uint32(8) else subnormal
+        magnitude = bits_float(_NAN_SCALE) if code == np.uint32(0x7F) else magnitude
+        bits = float_bits(magnitude * scale)
+        odd = np.uint32(np.uint32(bits >> np.uint32(16)) & np.uint32(1))
+        rounded = np.uint32(np.uint32(bits + np.uint32(0x7FFF) + odd) >> np.uint32(16))
+        sign = np.uint32(np.uint32(codes[h] & np.uint8(0x80)) << np.uint32(8))
+        is_nan = np.uint32(bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+        out[h] = np.uint16(0x7FC0) if is_nan else np.uint16(rounded ^ sign)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def decode_fp8(payload, sf, num_rows, hidden, block, packed, sf_stride, out) -> None:
+    """The inverse of `encode_fp8`, up to the rounding: payload and sf -> out [num_rows, hidden] bfloat16 at `out`.
+
+    The same bits as `FP8Block.decode_bfloat16`; every NaN is 0x7fc0. A row of sf begins every `sf_stride` bytes.
+    Bytes moved: 3 * hidden per row and the scale factors. Worked example: `formats.fp8`.
+    """
+    num_blocks = (hidden + block - 1) // block
     for i in range(num_rows):
-        for first in range(0, hidden, block):
+        for b in range(num_blocks):
+            first = b * block
             width = min(block, hidden - first)
-            scale = scales[i, first // block]
+            if packed:
+                exponent = np.uint32(view(sf + i * sf_stride + b, 1, np.uint8)[0])
+                bits = np.uint32(exponent << np.uint32(23))
+                if exponent == 0:
+                    bits = _LOWEST_UE8M0
+                elif exponent == 255:
+                    bits = _NAN_SCALE
+                scale = bits_float(bits)
+            else:
+                scale = view(sf + i * sf_stride + 4 * b, 1, np.float32)[0]
             codes = view(payload + i * hidden + first, width, np.uint8)
-            result = view(out + 2 * (i * hidden + first), width, np.uint16)
-            for h in range(width):
-                bits = float_bits(values[codes[h]] * scale)
-                rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-                is_nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
-                result[h] = np.uint16(0x7FC0) if is_nan else np.uint16(rounded)
+            _scale_e4m3(codes, scale, view(out + 2 * (i * hidden + first), width, np.uint16))
