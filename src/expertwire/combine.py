@@ -98,7 +98,8 @@ class Combiner:
         tracked = (x, topk_weights, *biases, handle._edge, handle.topk_weights if weighted else None)
         needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tracked)
         text = (
-            f"{wire.name}, a row per {rows}, compact={compact}, weighted={weighted}, weights={topk_weights is not None}"
+            f"{wire.name}, a row per {rows}, compact={compact}, weighted={weighted}, "
+            f"weights={topk_weights is not None}, routing of dispatch {handle._number}"
         )
         return _Plan(handle, x, topk_weights, biases, rows, weighted, wire, Header(text, needs_grad))
 
@@ -143,7 +144,8 @@ class Combiner:
         if weights is not None:
             routing = replace(routing, weights=weights.contiguous().numpy())
         receive = self._steps.dispatch(
-            self._steps.dispatches.begin(), routing, self._engine.encode(rows, BF16()), Header("backward of combine"),
+            self._steps.dispatches.begin(), routing, self._engine.encode(rows, BF16()),
+            Header(f"backward of combine of dispatch {handle._number}"),
             handle._arrangement, known=handle._arrived, send_routing=weights is not None, zero_unused=True,
         )  # fmt: skip
         return receive()
@@ -156,8 +158,8 @@ class Combiner:
         dots = torch.zeros(placed.rows.shape, dtype=torch.float32)
         dots[arrival, slot] = (grad_rows[at].float() * x[at].float()).sum(-1)
         receive = self._steps.combine(
-            self._steps.combines.begin(), x, placed, handle._routing, Header("backward of combine, weights"), BF16(),
-            rows="none", weights=dots,
+            self._steps.combines.begin(), x, placed, handle._routing,
+            Header(f"backward of combine of dispatch {handle._number}, weights"), BF16(), rows="none", weights=dots,
         )  # fmt: skip
         returned = receive().weights
         assert returned is not None

@@ -59,7 +59,7 @@ class Dispatcher:
             _check.dispatch_options(self._rank, layout, expert_alignment, counts, wire)
             if handle is None:
                 arrangement = Arrangement(layout, expert_alignment, counts == "device")
-                handle = self._new_handle(x, topk_idx, topk_weights, arrangement)
+                handle = self._new_handle(epoch, x, topk_idx, topk_weights, arrangement)
             else:
                 self._check_repeat(x, topk_idx, topk_weights, handle, zero_copy)
             plan = self._plan(x, topk_weights, handle, wire)
@@ -84,7 +84,7 @@ class Dispatcher:
 
     # -- checks --------------------------------------------------------------------------------------------------
 
-    def _new_handle(self, x: Any, topk_idx: Any, topk_weights: Any, arrangement: Arrangement) -> Handle:
+    def _new_handle(self, epoch: int, x: Any, topk_idx: Any, topk_weights: Any, arrangement: Arrangement) -> Handle:
         rank, settings = self._rank, self._settings
         if topk_idx is None:
             raise InvalidArgument(f"rank {rank}: topk_idx is missing; pass it, or the handle of an earlier dispatch")
@@ -98,7 +98,7 @@ class Dispatcher:
             self._check_ids(topk_idx, distinct)
         else:
             self.dropped_selections += int(((topk_idx < -1) | (topk_idx >= settings.num_experts)).sum())
-        handle = Handle(self._context.owner, arrangement.layout, num_tokens, topk_weights)
+        handle = Handle(self._context.owner, epoch, arrangement.layout, num_tokens, topk_weights)
         handle._routing = self._engine.route(topk_idx, topk_weights, distinct=distinct)
         handle._arrangement = arrangement
         self.dropped_selections += handle._routing.repeats
@@ -159,7 +159,8 @@ class Dispatcher:
             )
         text = (
             f"{wire.name if wire else 'opaque'} rows of {rows.payload_bytes}+{rows.sf_bytes} bytes, "
-            f"weights={handle._routing.weighted}, cached={cached}, distinct={handle.layout is Layout.EXPERT_SLOTS}"
+            f"weights={handle._routing.weighted}, routing of dispatch {handle._number}, "
+            f"distinct={handle.layout is Layout.EXPERT_SLOTS}"
         )
         return _Plan(
             handle, rows, dtypes, wire, handle._arrangement, cached, Header(text, needs_grad),
@@ -242,6 +243,7 @@ class Dispatcher:
         """Backward of dispatch: the rows' gradients are combined, unweighted, along the same routing."""
         # The graph must not hold the handle, which holds an edge of the graph.
         routing, takes_x = plan.routing, plan.x is not None
+        header = Header(f"backward of dispatch {plan.handle._number}")
         shape = None if topk_weights is None else topk_weights.shape
 
         def backward(grads: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
@@ -251,7 +253,7 @@ class Dispatcher:
                 weights = torch.zeros(shape) if grads[1] is None else grads[1].contiguous()
                 weights = weights[: placed.arrivals.num_rows]
             receive = self._steps.combine(
-                self._steps.combines.begin(), y, placed, routing, Header("backward of dispatch"), BF16(),
+                self._steps.combines.begin(), y, placed, routing, header, BF16(),
                 rows="rank" if placed.layout is Layout.COMPACT else "token", weights=weights,
             )  # fmt: skip
             sums = receive()

@@ -18,12 +18,15 @@ class Handle:
     of a buffer may be. Afterwards it still serves for cached dispatches and further combines.
     """
 
-    def __init__(self, owner: object, layout: Layout, num_tokens: int, topk_weights: torch.Tensor | None) -> None:
+    def __init__(
+        self, owner: object, number: int, layout: Layout, num_tokens: int, topk_weights: torch.Tensor | None
+    ) -> None:
         self.layout = layout
         self.num_tokens = num_tokens
         self.topk_weights = topk_weights
         self.finished = False
         self._owner = owner
+        self._number = number  # of its dispatch, the same on all ranks
         self._busy = False
         self._routing: Any = None
         self._arrangement: Any = None
