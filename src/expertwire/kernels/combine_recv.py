@@ -1,0 +1,100 @@
+"""Combine: gather each token's rows where the experts left them, on whichever rank, and sum.
+
+Signal "my rows are ready", wait for the peers' signals, gather, signal "I have read yours", wait for the same from the
+peers: when the launch is over, the expert output may be overwritten. With one rank no word is written.
+
+Orders: the expert output was written by earlier launches of the stream; block 0 publishes it with `exchange_release`
+(sys); every block acquires the peers' words before it reads. DONE is sent by the last block out (ticket, acq_rel).
+Blocks wait for other ranks' block 0: the caller bounds the grid so that all ranks' launches fit on the device.
+
+Arithmetic: float32 from +0, biases first, slots ascending, products and sums not fused (the launch passes
+enable_fp_fusion=False), one rounding to bfloat16. Worked example, hidden 1: rows 1.0 and 3.0 with weights 0.5 and 2.0
+and bias 1.0 give 0 + 1 + 0.5 + 6 = 7.5.
+
+Bytes moved: 2 * hidden for every row gathered, every bias row, and every output row.
+"""
+
+# ruff: noqa: ANN001, ANN201
+# mypy: ignore-errors
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from expertwire.kernels.memory import ticket_acq_rel
+from expertwire.kernels.routing import COMBINE_DONE, COMBINE_READY, DONE, WHERE_RANK, WHERE_ROW, await_peers, signal
+
+
+@triton.jit
+def sum_rows(
+    sources, weights, biases, out, tokens, columns, num_tokens,
+    K: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, hidden: tl.constexpr,
+    WEIGHTED: tl.constexpr, NUM_BIASES: tl.constexpr,
+):  # fmt: skip
+    """out[token] = biases + sum over slots of weight * row, for ROWS tokens and some columns.
+
+    sources [ROWS, SLOTS] int64 addresses of rows, 0 = none; weights [ROWS, SLOTS] float32; biases [NUM_BIASES] int64
+    addresses of [T, hidden] tensors.
+    """
+    slot = tl.arange(0, SLOTS)[None, :]
+    inside = (columns < hidden)[None, :]
+    live = (tokens < num_tokens)[:, None] & inside
+    at = tokens.to(tl.int64)[:, None] * hidden + columns[None, :]
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for b in tl.static_range(NUM_BIASES):
+        bias = tl.multiple_of(tl.load(biases + b).to(tl.pointer_type(tl.bfloat16)), 16)
+        total += tl.load(bias + at, mask=live, other=0.0).to(tl.float32)
+    for k in tl.static_range(K):
+        source = tl.sum(tl.where(slot == k, sources, 0), axis=1)
+        row = tl.multiple_of(source.to(tl.pointer_type(tl.bfloat16)), 16)
+        present = (source != 0)[:, None]
+        value = tl.load(row[:, None] + columns[None, :], mask=present & inside, other=0.0).to(tl.float32)
+        if WEIGHTED:
+            weight = tl.sum(tl.where(slot == k, weights, 0.0), axis=1)
+            value = tl.where(present, value * weight[:, None], 0.0)
+        total += value  # adding +0 for an absent row changes nothing, since a sum from +0 is never -0
+    tl.store(out + at, total.to(tl.bfloat16), mask=live)
+
+
+@triton.jit(do_not_specialize=["rank", "num_tokens", "spin_limit"])
+def combine_gather(
+    row_bases, where, topk_weights, biases, out, word_bases, epochs, tickets, dispatch_epochs, status,
+    rank, num_tokens, spin_limit,
+    R: tl.constexpr, RANKS: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, PARTS: tl.constexpr, hidden: tl.constexpr, WEIGHTED: tl.constexpr,
+    NUM_BIASES: tl.constexpr, FINISH: tl.constexpr,
+):  # fmt: skip
+    """Rows of rank r lie at row_bases[r] + row * 2 * hidden. `where` [T, K] as in `routing`; out [T, hidden] bfloat16.
+
+    PARTS blocks of COLUMNS columns make a row; a unit of work is ROWS tokens and one part. With FINISH the last block
+    also signals that the views of the dispatch have been given back.
+    """
+    block = tl.program_id(0)
+    if R > 1:
+        epoch = tl.load(epochs) + 1
+        if block == 0:
+            signal(word_bases, COMBINE_READY, epoch, 0, rank, R, RANKS)
+        await_peers(word_bases, COMBINE_READY, epoch, rank, status, spin_limit, R, RANKS)
+    slot = tl.arange(0, SLOTS)[None, :]
+    for unit in range(block, tl.cdiv(num_tokens, ROWS) * PARTS, tl.num_programs(0)):
+        tokens = unit // PARTS * ROWS + tl.arange(0, ROWS)
+        columns = unit % PARTS * COLUMNS + tl.arange(0, COLUMNS)
+        at = tokens.to(tl.int64)[:, None] * K + slot
+        listed = (tokens < num_tokens)[:, None] & (slot < K)
+        place = tl.load(where + at, mask=listed, other=-1)
+        weights = tl.load(topk_weights + at, mask=listed, other=0.0) if WEIGHTED else tl.zeros([ROWS, SLOTS], tl.float32)
+        bases = tl.load(row_bases + (tl.maximum(place, 0) >> WHERE_RANK), mask=place >= 0, other=0)
+        sources = tl.where(place >= 0, bases + (place & WHERE_ROW) * (2 * hidden), 0)
+        sum_rows(
+            sources, weights, biases, out, tokens, columns, num_tokens,
+            K, SLOTS, ROWS, COLUMNS, hidden, WEIGHTED, NUM_BIASES,
+        )  # fmt: skip
+    if R > 1:
+        last = ticket_acq_rel(tickets) == tl.num_programs(0) - 1
+        if last:
+            tl.store(tickets, 0)
+            tl.store(epochs, epoch)
+            signal(word_bases, COMBINE_DONE, epoch, 0, rank, R, RANKS)
+            if FINISH:
+                signal(word_bases, DONE, tl.load(dispatch_epochs), 0, rank, R, RANKS)
+            await_peers(word_bases, COMBINE_DONE, epoch, rank, status, spin_limit, R, RANKS)

@@ -1,0 +1,66 @@
+"""Receive half of dispatch: wait for the peers' rows; for tensors that the caller owns, copy the rows out.
+
+Rows already lie at their final places, so that is all. The copy runs over the rows that are in use, which only the
+device knows, and signals DONE when the window may be written again.
+
+Orders: `load_acquire` (sys) of the peers' words, then plain loads by later launches of the stream.
+Bytes moved by the copy: 2 * (payload + scale factors + routing) per row in use.
+Worked example: groups begin at rows 0 and 8 and hold 3 and 2 rows: rows 0, 1, 2, 8 and 9 are copied.
+"""
+
+# ruff: noqa: ANN001, ANN201
+# mypy: ignore-errors
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from expertwire.kernels.dispatch_slots import total_counts
+from expertwire.kernels.memory import ticket_acq_rel
+from expertwire.kernels.routing import DONE, READY, await_peers, signal
+
+
+@triton.jit(do_not_specialize=["rank", "spin_limit"])
+def await_rows(
+    word_bases, count_bases, own_experts, expert_counts, rank_counts, epochs, status, rank, spin_limit,
+    R: tl.constexpr, RANKS: tl.constexpr, E: tl.constexpr, L: tl.constexpr, LOCAL: tl.constexpr, TOTAL: tl.constexpr,
+):  # fmt: skip
+    """One block: wait for the rows of the step that was sent last in this bank; with TOTAL, also count them."""
+    epoch = tl.load(epochs)
+    await_peers(word_bases, READY, epoch, rank, status, spin_limit, R, RANKS)
+    if TOTAL:
+        total_counts(count_bases, own_experts, expert_counts, rank_counts, rank, R, RANKS, E, L, LOCAL)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def give_back(word_bases, epochs, rank, R: tl.constexpr, RANKS: tl.constexpr):
+    """Tell the peers that the rows of the bank's last step have been read."""
+    signal(word_bases, DONE, tl.load(epochs), 0, rank, R, RANKS)
+
+
+@triton.jit(do_not_specialize=["rank", "group_rows"])
+def copy_rows(
+    source, out, counts, offsets, word_bases, epochs, tickets, rank, group_rows,
+    R: tl.constexpr, RANKS: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr,
+    units: tl.constexpr, FINISH: tl.constexpr,
+):  # fmt: skip
+    """source, out [rows, units]: copy the first counts[g] rows of each group g, which begins at offsets[g].
+
+    With FINISH the last block signals DONE.
+    """
+    column = tl.arange(0, UNITS)[None, :]
+    per_group = tl.cdiv(group_rows, ROWS)
+    for unit in range(tl.program_id(0), GROUPS * per_group, tl.num_programs(0)):
+        group = unit // per_group
+        index = unit % per_group * ROWS + tl.arange(0, ROWS)
+        count = tl.load(counts + group)
+        if unit % per_group * ROWS < count:
+            row = tl.load(offsets + group).to(tl.int64) + index
+            at = row[:, None] * units + column
+            mask = (index < count)[:, None] & (column < units)
+            tl.store(out + at, tl.load(source + at, mask=mask, other=0), mask=mask)
+    if FINISH:
+        if ticket_acq_rel(tickets) == tl.num_programs(0) - 1:
+            tl.store(tickets, 0)
+            if R > 1:
+                signal(word_bases, DONE, tl.load(epochs), 0, rank, R, RANKS)

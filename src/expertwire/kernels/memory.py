@@ -1,0 +1,92 @@
+"""Memory operations of the kernels, one function each, named as in PTX. The only file with inline assembly.
+
+    load_acquire            ld.acquire.sys      words that peers write
+    exchange_release        atom.exch.release.sys   one word per peer; all stores of the block before it are visible first
+    ticket_acq_rel          atom.add.acq_rel.gpu    counts the blocks of one launch; the last one has seen all others' stores
+    wait                    a bounded loop of load_acquire, which leaves a record when it gives up
+
+Why this is enough (ids of the litmus table): a block's stores, its barrier, and the ticket at gpu scope make everything
+that any block stored visible to the block that draws the last ticket (P8, P9); its release at sys scope passes that on
+to whoever acquires the word at sys scope (P1), also on another device (P4: both sides need sys). A word is written by
+one writer only and grows, so the exchange could be a plain release store; the exchange form takes one fence for all
+peers at once.
+
+On CUDA devices `load_acquire` is a plain load in every thread. Elsewhere, and in the interpreter, it is an atomic add
+of zero, which one thread does for all.
+"""
+
+# ruff: noqa: ANN001, ANN201
+# mypy: ignore-errors
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.target_info import is_cuda
+
+COUNT_BITS = tl.constexpr(24)
+
+# What a kernel leaves in its status words when a wait gives up, one record per peer.
+STATUS_FIELDS = tl.constexpr(4)  # phase (0 = no failure), expected word, seen word, spins
+
+
+@triton.jit
+def load_acquire(pointers, mask):
+    """int64 words at `pointers`, 0 where not `mask`. Later loads of this thread see what the writer stored before."""
+    if is_cuda():
+        return tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.s32 p, $2, 0; mov.u64 $0, 0; @p ld.acquire.sys.global.u64 $0, [$1]; }",
+            "=l,l,r",
+            [pointers, mask.to(tl.int32)],
+            dtype=tl.int64,
+            is_pure=False,
+            pack=1,
+        )
+    return tl.where(mask, tl.atomic_add(pointers, 0, mask=mask, sem="acquire", scope="sys"), 0)
+
+
+@triton.jit
+def exchange_release(pointers, words, mask):
+    """Store `words` so that who acquires them also sees every earlier store of this block."""
+    tl.debug_barrier()
+    tl.atomic_xchg(pointers, words, mask=mask, sem="release", scope="sys")
+
+
+@triton.jit
+def ticket_acq_rel(counter):
+    """How many blocks of this launch have come here before. The last one sees what all blocks stored."""
+    tl.debug_barrier()
+    return tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+
+
+@triton.jit
+def pack_word(epoch, count):
+    """`protocols.epoch_signal.pack`; count -1 is REFUSED."""
+    return (epoch << COUNT_BITS) | (count + 1)
+
+
+@triton.jit
+def wait(pointers, mask, epoch, phase: tl.constexpr, status, peers, spin_limit):
+    """Words at `pointers` [R], once all that `mask` names have reached `epoch`; bounded by `spin_limit` looks.
+
+    When it gives up it writes (phase, expected word, seen word, spins) to `status` for every peer that is late, and
+    returns what it saw. A launch after a failure does not wait again: the first record stays, spin_limit counts as 0.
+    """
+    wanted = epoch << COUNT_BITS
+    seen = load_acquire(pointers, mask)
+    late = tl.sum((mask & (seen < wanted)).to(tl.int32), axis=0)
+    if late > 0:
+        failed = tl.sum(tl.load(status + peers * STATUS_FIELDS, mask=mask, other=0, volatile=True), axis=0)
+        spins = tl.where(failed == 0, 0, spin_limit).to(tl.int64)
+        while (late > 0) & (spins < spin_limit):
+            seen = load_acquire(pointers, mask)
+            late = tl.sum((mask & (seen < wanted)).to(tl.int32), axis=0)
+            spins += 1
+        if (late > 0) & (failed == 0):
+            is_late = mask & (seen < wanted)
+            record = status + peers * STATUS_FIELDS
+            tl.store(record + 1, wanted, mask=is_late)
+            tl.store(record + 2, seen, mask=is_late)
+            tl.store(record + 3, spins, mask=is_late)
+            tl.store(record, tl.zeros_like(seen) + phase, mask=is_late)
+    tl.debug_barrier()
+    return seen

@@ -1,0 +1,181 @@
+"""The plan of a dispatch of any size, in two launches: `plan_count` (counts, exchange, first rows), `plan_place` (rows).
+
+Tokens are cut into blocks. `plan_count` counts each block by itself; the last block out adds the blocks up, sends the
+totals to all peers, waits for theirs, and finds where this rank's rows of every expert (EXPERT_*) or rank (COMPACT)
+begin at their destination. `plan_place` then numbers the selections inside their blocks.
+
+Orders: block counts go through the ticket (acq_rel, gpu), totals to peers through `exchange_release` / `load_acquire`
+(sys). One block waits; the peers' waiting blocks and it must fit on the device at once.
+
+Bytes moved: T * K ids, 8 * T * K for keys and `where`, 12 * blocks * (E + R) for counts. Worked example: `routing`.
+"""
+
+# ruff: noqa: ANN001, ANN201
+# mypy: ignore-errors
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from expertwire.kernels.memory import exchange_release, pack_word, ticket_acq_rel
+from expertwire.kernels.routing import (
+    COUNTS,
+    DONE,
+    HOME_LOCAL,
+    HOME_RANK,
+    WHERE_RANK,
+    await_peers,
+    histogram,
+    last_of_rank,
+    load_block,
+    ranks_of,
+    words_to,
+)
+
+COMPACT = tl.constexpr(0)
+EXPERT_MAJOR = tl.constexpr(1)
+EXPERT_SLOTS = tl.constexpr(2)
+
+
+@triton.jit
+def _add_blocks(
+    block_counts, totals, count_bases, rank, num_blocks,
+    R: tl.constexpr, WIDTH: tl.constexpr, BLOCKS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Turn the counts of blocks into counts before each block; their sums go to `totals` and to every peer."""
+    block = tl.arange(0, BLOCKS)
+    for first in range(0, WIDTH, COLUMNS):
+        column = first + tl.arange(0, COLUMNS)
+        at = block_counts + block[:, None] * WIDTH + column[None, :]
+        mask = (block < num_blocks)[:, None] & (column < WIDTH)[None, :]
+        counts = tl.load(at, mask=mask, other=0)
+        tl.store(at, tl.cumsum(counts, axis=0) - counts, mask=mask)
+        total = tl.sum(counts, axis=0)
+        tl.store(totals + column, total, mask=column < WIDTH)
+        for peer in range(R):
+            theirs = tl.load(count_bases + peer).to(tl.pointer_type(tl.int32)) + rank * WIDTH
+            tl.store(theirs + column, total, mask=column < WIDTH)
+
+
+@triton.jit
+def _first_rows(
+    counts, by_owner, owner_start, first_rows, scratch, expert_counts, padded_counts, offsets, rank, room, alignment,
+    E: tl.constexpr, EXPERTS: tl.constexpr, R: tl.constexpr, LAYOUT: tl.constexpr,
+):  # fmt: skip
+    """first_rows [E]: this rank's first row of each expert, and what this rank receives per local expert.
+
+    by_owner [E] are experts in order of (owner, local id); owner_start [E] is the position of the owner's first one.
+    """
+    position = tl.arange(0, EXPERTS)
+    mask = position < E
+    expert = tl.load(by_owner + position, mask=mask, other=0)
+    start = tl.load(owner_start + position, mask=mask, other=0)
+    total = tl.zeros([EXPERTS], tl.int32)
+    before = tl.zeros([EXPERTS], tl.int32)
+    for source in range(R):
+        theirs = tl.load(counts + source * (E + R) + expert, mask=mask, other=0)
+        total += theirs
+        before += tl.where(source < rank, theirs, 0)
+    if LAYOUT == EXPERT_SLOTS:
+        padded = tl.zeros([EXPERTS], tl.int32) + room
+        group = (position - start) * room
+    else:
+        padded = (total + alignment - 1) // alignment * alignment
+        running = tl.cumsum(padded, axis=0) - padded
+        tl.store(scratch + position, running, mask=mask)
+        tl.debug_barrier()
+        group = running - tl.load(scratch + start, mask=mask, other=0)
+    if LAYOUT != COMPACT:
+        tl.store(first_rows + expert, group + before, mask=mask)
+    mine = mask & (tl.load(scratch + EXPERTS + expert, mask=mask, other=-1) == rank)
+    local = position - start
+    tl.store(expert_counts + local, total, mask=mine)
+    tl.store(padded_counts + local, padded, mask=mine)
+    tl.store(offsets + local + 1, group + padded, mask=mine)
+
+
+@triton.jit
+def _own_ranks(home, scratch, E: tl.constexpr, EXPERTS: tl.constexpr):
+    """The owner of every expert, behind the scratch of the running sums."""
+    expert = tl.arange(0, EXPERTS)
+    owner = tl.load(home + expert, mask=expert < E, other=-1) >> HOME_RANK
+    tl.store(scratch + EXPERTS + expert, owner)
+
+
+@triton.jit(do_not_specialize=["rank", "num_tokens", "num_blocks", "spin_limit", "room", "alignment"])
+def plan_count(
+    topk_idx, keys, block_counts, totals, first_rows, scratch, expert_counts, padded_counts, offsets, rank_counts,
+    word_bases, count_bases, home, by_owner, owner_start, epochs, tickets, status,
+    rank, num_tokens, num_blocks, room, alignment, spin_limit,
+    R: tl.constexpr, RANKS: tl.constexpr, E: tl.constexpr, EXPERTS: tl.constexpr, EXPERT_BINS: tl.constexpr,
+    RANK_BINS: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr, BLOCKS: tl.constexpr,
+    COLUMNS: tl.constexpr, LAYOUT: tl.constexpr,
+):  # fmt: skip
+    """Block b counts tokens [b * TOKENS, (b + 1) * TOKENS). Writes keys [T, K]: the expert, or the rank for COMPACT,
+    whose rows a selection is numbered among, -1 = none; block_counts [num_blocks, E + R]; first_rows [E + R]."""
+    block = tl.program_id(0)
+    epoch = tl.load(epochs) + 1
+    width: tl.constexpr = E + R
+    token = block * TOKENS + tl.arange(0, TOKENS)
+    slot = tl.arange(0, SLOTS)
+    ids = load_block(topk_idx, block * TOKENS, num_tokens, E, K, SLOTS, TOKENS, LAYOUT == EXPERT_SLOTS)
+    last = last_of_rank(ranks_of(ids, home), SLOTS)
+    key = last if LAYOUT == COMPACT else ids
+    at = token.to(tl.int64)[:, None] * K + slot[None, :]
+    tl.store(keys + at, key, mask=(token < num_tokens)[:, None] & (slot < K)[None, :])
+    experts = histogram(tl.reshape(ids, [TOKENS * SLOTS]), TOKENS * SLOTS, EXPERT_BINS)
+    ranks = histogram(tl.reshape(last, [TOKENS * SLOTS]), TOKENS * SLOTS, RANK_BINS)
+    bins = tl.arange(0, EXPERT_BINS)
+    tl.store(block_counts + block * width + bins, experts, mask=bins < E)
+    bins = tl.arange(0, RANK_BINS)
+    tl.store(block_counts + block * width + E + bins, ranks, mask=bins < R)
+    if ticket_acq_rel(tickets) == num_blocks - 1:
+        tl.store(tickets, 0)
+        if R > 1:
+            await_peers(word_bases, DONE, epoch - 1, rank, status, spin_limit, R, RANKS)
+        _add_blocks(block_counts, totals, count_bases, rank, num_blocks, R, width, BLOCKS, COLUMNS)
+        _own_ranks(home, scratch, E, EXPERTS)
+        tl.debug_barrier()
+        if R > 1:
+            pointers, peers, mask = words_to(word_bases, COUNTS, rank, R, RANKS)
+            rows = tl.load(totals + E + peers, mask=mask, other=0)
+            exchange_release(pointers, pack_word(epoch + tl.zeros([RANKS], tl.int64), rows), mask)
+            await_peers(word_bases, COUNTS, epoch, rank, status, spin_limit, R, RANKS)
+        counts = tl.load(count_bases + rank).to(tl.pointer_type(tl.int32))
+        _first_rows(
+            counts, by_owner, owner_start, first_rows, scratch, expert_counts, padded_counts, offsets, rank, room,
+            alignment, E, EXPERTS, R, LAYOUT,
+        )  # fmt: skip
+        source = tl.arange(0, RANKS)
+        before = tl.zeros([RANKS], tl.int32)
+        for other in range(R):
+            theirs = tl.load(counts + other * width + E + source, mask=source < R, other=0)
+            before += tl.where(other < rank, theirs, 0)
+        tl.store(first_rows + E + source, before, mask=source < R)
+        arriving = tl.load(counts + source * width + E + rank, mask=source < R, other=0)
+        tl.store(rank_counts + source, arriving, mask=source < R)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def plan_place(
+    keys, block_counts, first_rows, home, where, num_tokens,
+    R: tl.constexpr, E: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr, ENTRIES: tl.constexpr, CHUNK: tl.constexpr,
+    LAYOUT: tl.constexpr,
+):  # fmt: skip
+    """keys [T, K] -> where [T, K]: rank << 40 | row, -1 = nothing to send. ENTRIES >= TOKENS * K selections a block."""
+    block = tl.program_id(0)
+    entry = tl.arange(0, ENTRIES)
+    first = block.to(tl.int64) * TOKENS * K
+    size = tl.minimum(num_tokens - block * TOKENS, TOKENS) * K
+    key = tl.load(keys + first + entry, mask=entry < size, other=-1)
+    index = tl.zeros([ENTRIES], tl.int32)
+    for start in range(0, size, CHUNK):
+        other = start + tl.arange(0, CHUNK)
+        theirs = tl.load(keys + first + other, mask=other < size, other=-2)
+        same = (key[:, None] == theirs[None, :]) & (other[None, :] < entry[:, None])
+        index += tl.sum(same.to(tl.int32), axis=1)
+    column = tl.maximum(key, 0) + (E if LAYOUT == COMPACT else 0)
+    index += tl.load(block_counts + block * (E + R) + column, mask=key >= 0, other=0)
+    row = (index + tl.load(first_rows + column, mask=key >= 0, other=0)).to(tl.int64)
+    owner = key if LAYOUT == COMPACT else tl.load(home + tl.maximum(key, 0), mask=key >= 0, other=0) >> HOME_RANK
+    tl.store(where + first + entry, tl.where(key >= 0, (owner.to(tl.int64) << WHERE_RANK) | row, -1), mask=entry < size)

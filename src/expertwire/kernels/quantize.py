@@ -1,0 +1,79 @@
+"""bfloat16 to e4m3 with a scale factor per block, bit-identical to `formats.fp8`, whose docstring has the arithmetic.
+
+Both divisions are `div_rn`: a plain `/` differs in most scales. `encode_rows` is the kernel for whole tensors; the
+dispatch kernels use `encode_blocks` on rows that they hold in registers.
+"""
+
+# ruff: noqa: ANN001, ANN201
+# mypy: ignore-errors
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+E4M3_MAX = tl.constexpr(448.0)
+AMAX_FLOOR = tl.constexpr(1e-4)
+INF_BITS = tl.constexpr(0x7F800000)
+NAN_BITS = tl.constexpr(0x7FC00000)
+MANTISSA = tl.constexpr(0x007FFFFF)
+
+
+@triton.jit
+def encode_blocks(values, UE8M0: tl.constexpr):
+    """values [G, B] bfloat16, one block per line -> (e4m3 [G, B], scale [G]).
+
+    `scale` is float32 bits as int32, or the exponent byte as int32 with UE8M0. Worked example: `formats.fp8`.
+    """
+    x = values.to(tl.float32)
+    magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # ordered like the magnitudes, NaN above Inf above all
+    largest = tl.max(magnitude, axis=1)
+    finite = largest < INF_BITS
+    amax = tl.where(finite, tl.maximum(largest.to(tl.float32, bitcast=True), AMAX_FLOOR), 1.0)
+    limit = tl.zeros_like(amax) + E4M3_MAX
+    scale = tl.div_rn(amax, limit)
+    if UE8M0:
+        exponent = (scale.to(tl.int32, bitcast=True) + MANTISSA) >> 23
+        factor = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+        sf = tl.where(finite, exponent, 255)
+    else:
+        factor = tl.div_rn(limit, amax)
+        sf = tl.where(finite, scale.to(tl.int32, bitcast=True), NAN_BITS)
+    scaled = tl.where(finite[:, None], x * factor[:, None], float("nan"))  # |scaled| <= 448 after rounding
+    return scaled.to(tl.float8e4nv), sf
+
+
+@triton.jit
+def load_blocks(row, first, hidden: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr):
+    """LINES blocks of a bfloat16 row, from block `first` on: (values [LINES, BLOCK], columns, mask)."""
+    columns = (first + tl.arange(0, LINES))[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    mask = columns < hidden
+    return tl.load(row + columns, mask=mask, other=0.0), columns, mask
+
+
+@triton.jit
+def store_scales(sf, first, scales, hidden: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr, UE8M0: tl.constexpr):
+    """Scale factors of blocks `first`... of one row, at address `sf`; bytes behind the last block become zero."""
+    num_blocks: tl.constexpr = (hidden + BLOCK - 1) // BLOCK
+    line = first + tl.arange(0, LINES)
+    if UE8M0:
+        padded: tl.constexpr = (num_blocks + 3) // 4 * 4
+        scales = tl.where(line < num_blocks, scales, 0)
+        tl.store(sf.to(tl.pointer_type(tl.uint8)) + line, scales.to(tl.uint8), mask=line < padded)
+    else:
+        tl.store(sf.to(tl.pointer_type(tl.int32)) + line, scales, mask=line < num_blocks)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def encode_rows(
+    x, payload, sf, num_rows, sf_bytes, hidden: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr, UE8M0: tl.constexpr
+):
+    """x [num_rows, hidden] bfloat16 -> payload [num_rows, hidden] e4m3, sf [num_rows, sf_bytes / 4].
+
+    A program per row. Bytes moved: 3 * hidden + sf_bytes per row.
+    """
+    for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
+        at = row.to(tl.int64) * hidden
+        values, columns, mask = load_blocks(x + at, 0, hidden, LINES, BLOCK)
+        codes, scales = encode_blocks(values, UE8M0)
+        tl.store(payload + at + columns, codes, mask=mask)
+        store_scales((sf.to(tl.int64) + row.to(tl.int64) * sf_bytes), 0, scales, hidden, LINES, BLOCK, UE8M0)

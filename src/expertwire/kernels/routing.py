@@ -1,0 +1,120 @@
+"""Where every selection goes: counts per expert and rank, and the final row of each (token, slot). No atomics.
+
+Letters: T tokens of this rank, K top-k slots, E experts of all ranks, R ranks, L experts of one rank.
+
+A selection's row is: first row of its expert (or rank) at the destination + rows of lower source ranks + rows of this
+rank before it. So order is a function of the inputs alone. The first two come from the counts that ranks exchange.
+
+`home` [E] int32 is owner rank << 16 | local id. `where` [T, K] int64 is rank << 40 | row, -1 = nothing to send; COMPACT
+has one row per (token, rank), which stands at the highest slot that the rank serves.
+
+Worked example, 2 ranks with experts (0, 1) and (2, 3), seen from rank 1, whose topk_idx is [[0, 2], [1, 0]] while rank
+0 has selected expert 0 three times, with room for 8 rows per expert (EXPERT_SLOTS):
+    counts [2, 1, 1, 0 | 2, 1]   where = [[0:3, 1:0], [0:8, 0:4]]   (rank:row)
+"""
+
+# ruff: noqa: ANN001, ANN201
+# mypy: ignore-errors
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from expertwire.kernels.memory import exchange_release, pack_word, wait
+
+HOME_RANK = tl.constexpr(16)
+HOME_LOCAL = tl.constexpr(0xFFFF)
+WHERE_RANK = tl.constexpr(40)
+WHERE_ROW = tl.constexpr((1 << 40) - 1)
+LINE_WORDS = tl.constexpr(8)
+
+# Purposes of `layouts.device_window`, and how a status record names the wait that gave up.
+COUNTS = tl.constexpr(0)
+READY = tl.constexpr(1)
+DONE = tl.constexpr(2)
+COMBINE_READY = tl.constexpr(3)
+COMBINE_DONE = tl.constexpr(4)
+
+
+@triton.jit
+def words_to(word_bases, purpose: tl.constexpr, rank, R: tl.constexpr, RANKS: tl.constexpr):
+    """Pointers to this rank's word for `purpose` on every peer, peer numbers, mask."""
+    peers = tl.arange(0, RANKS)
+    mask = peers < R
+    bases = tl.load(word_bases + peers, mask=mask, other=0)
+    return (bases + (purpose * R + rank) * LINE_WORDS * 8).to(tl.pointer_type(tl.int64)), peers, mask
+
+
+@triton.jit
+def words_from(word_bases, purpose: tl.constexpr, rank, R: tl.constexpr, RANKS: tl.constexpr):
+    """Pointers to every peer's word for `purpose` in the own window, peer numbers, mask."""
+    peers = tl.arange(0, RANKS)
+    base = tl.load(word_bases + rank).to(tl.pointer_type(tl.int64))
+    return base + (purpose * R + peers) * LINE_WORDS, peers, peers < R
+
+
+@triton.jit
+def signal(word_bases, purpose: tl.constexpr, epoch, counts, rank, R: tl.constexpr, RANKS: tl.constexpr):
+    """Tell every peer; what this block stored, or acquired, before is visible to whoever acquires the word."""
+    pointers, _, mask = words_to(word_bases, purpose, rank, R, RANKS)
+    exchange_release(pointers, pack_word(epoch + tl.zeros([RANKS], tl.int64), counts), mask)
+
+
+@triton.jit
+def await_peers(word_bases, purpose: tl.constexpr, epoch, rank, status, spin_limit, R: tl.constexpr, RANKS: tl.constexpr):
+    """Wait until every peer has signalled `purpose` for `epoch`; returns the words [RANKS]."""
+    pointers, peers, mask = words_from(word_bases, purpose, rank, R, RANKS)
+    return wait(pointers, mask, epoch, purpose + 1, status, peers, spin_limit)
+
+
+@triton.jit
+def legal_ids(ids, num_experts, mask):
+    return tl.where(mask & (ids >= 0) & (ids < num_experts), ids, -1).to(tl.int32)
+
+
+@triton.jit
+def load_slots(topk_idx, token, num_experts, K: tl.constexpr, SLOTS: tl.constexpr, DISTINCT: tl.constexpr):
+    """Expert ids of one token [SLOTS]; illegal ids, and with DISTINCT later repeats, are -1."""
+    slot = tl.arange(0, SLOTS)
+    ids = legal_ids(tl.load(topk_idx + token.to(tl.int64) * K + slot, mask=slot < K, other=-1), num_experts, slot < K)
+    if DISTINCT:
+        same = (ids[:, None] == ids[None, :]) & (slot[None, :] < slot[:, None])
+        ids = tl.where(tl.max(same.to(tl.int32), axis=1) > 0, -1, ids)
+    return ids
+
+
+@triton.jit
+def load_block(
+    topk_idx, first, num_tokens, num_experts, K: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr,
+    DISTINCT: tl.constexpr,
+):  # fmt: skip
+    """Expert ids of TOKENS tokens from `first` on, [TOKENS, SLOTS], as `load_slots`."""
+    token = first + tl.arange(0, TOKENS)
+    slot = tl.arange(0, SLOTS)
+    mask = (token < num_tokens)[:, None] & (slot < K)[None, :]
+    at = token.to(tl.int64)[:, None] * K + slot[None, :]
+    ids = legal_ids(tl.load(topk_idx + at, mask=mask, other=-1), num_experts, mask)
+    if DISTINCT:
+        same = (ids[:, :, None] == ids[:, None, :]) & (slot[None, None, :] < slot[None, :, None])
+        ids = tl.where(tl.max(same.to(tl.int32), axis=2) > 0, -1, ids)
+    return ids
+
+
+@triton.jit
+def ranks_of(ids, home):
+    """Owner of each expert id, -1 for -1."""
+    return tl.load(home + tl.maximum(ids, 0), mask=ids >= 0, other=-1) >> HOME_RANK
+
+
+@triton.jit
+def last_of_rank(ranks, SLOTS: tl.constexpr):
+    """[TOKENS, SLOTS] the owner where a slot is the highest of its token that this owner serves, else -1."""
+    slot = tl.arange(0, SLOTS)
+    later = (ranks[:, :, None] == ranks[:, None, :]) & (slot[None, None, :] > slot[None, :, None])
+    return tl.where(tl.max(later.to(tl.int32), axis=2) > 0, -1, ranks)
+
+
+@triton.jit
+def histogram(keys, SIZE: tl.constexpr, BINS: tl.constexpr):
+    """How often each of 0..BINS - 2 occurs in keys [SIZE]; -1 goes to the last bin."""
+    return tl.histogram(tl.where(keys < 0, BINS - 1, keys), BINS)

@@ -1,0 +1,91 @@
+"""A rank's window on a device: the words and counts that peers write into, and the regions that rows land in.
+
+    words    [bank][purpose][writer]              8-byte signal words, one cache line each
+    counts   [bank][writer][num_experts + num_ranks]   int32: the writer's selections per expert, its rows per rank
+    rows     [bank]                               one `RowRegion`: rows at their final places, as the caller sees them
+
+Counts travel before rows, so a writer knows the final place of each of its rows and puts it there: nothing is copied
+at the receiver. This differs from `layouts.window`, where rows wait in a region per writer until the receiver places
+them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from expertwire._math import round_up
+
+LINE_BYTES = 64
+REGION_ALIGN = 256
+PURPOSES = ("counts", "ready", "done", "combine_ready", "combine_done")
+
+
+@dataclass(frozen=True)
+class DeviceWindow:
+    """Offsets of words and counts.
+
+    >>> DeviceWindow(num_ranks=8, num_experts=256, num_banks=2).total_bytes
+    21504
+    """
+
+    num_ranks: int
+    num_experts: int
+    num_banks: int
+
+    @property
+    def words_bytes(self) -> int:
+        """Words of one bank."""
+        return len(PURPOSES) * self.num_ranks * LINE_BYTES
+
+    @property
+    def counts_row(self) -> int:
+        """Counts of one writer: how many int32."""
+        return self.num_experts + self.num_ranks
+
+    @property
+    def counts_bytes(self) -> int:
+        """Counts of one bank."""
+        return round_up(4 * self.num_ranks * self.counts_row, REGION_ALIGN)
+
+    def words(self, bank: int) -> int:
+        assert 0 <= bank < self.num_banks
+        return bank * self.words_bytes
+
+    def word(self, purpose: str, writer: int, bank: int) -> int:
+        """Byte offset of the word that `writer` writes for `purpose` in `bank`."""
+        assert 0 <= writer < self.num_ranks
+        return self.words(bank) + (PURPOSES.index(purpose) * self.num_ranks + writer) * LINE_BYTES
+
+    def counts(self, bank: int) -> int:
+        return round_up(self.num_banks * self.words_bytes, REGION_ALIGN) + bank * self.counts_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        return self.counts(0) + self.num_banks * self.counts_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RowRegion:
+    """Rows at their final places: payload [num_rows, payload_bytes], then scale factors, then `meta_words` int32 a row.
+
+    >>> region = RowRegion(num_rows=1024, payload_bytes=7168, sf_bytes=224, meta_words=3)
+    >>> region.sf, region.meta, region.total_bytes
+    (7340032, 7569408, 7581696)
+    """
+
+    num_rows: int
+    payload_bytes: int
+    sf_bytes: int
+    meta_words: int
+
+    @property
+    def sf(self) -> int:
+        return round_up(self.num_rows * self.payload_bytes, REGION_ALIGN)
+
+    @property
+    def meta(self) -> int:
+        return self.sf + round_up(self.num_rows * self.sf_bytes, REGION_ALIGN)
+
+    @property
+    def total_bytes(self) -> int:
+        return self.meta + round_up(4 * self.num_rows * self.meta_words, REGION_ALIGN)
