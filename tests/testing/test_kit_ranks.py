@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from expertwire.errors import MissedSignal, PeerTimeout
-from expertwire.testing import Processes, RankError, run_processes
+from expertwire.testing import Processes, RankError, assert_equal, run_processes
 
 
 def describe(group, factor):
@@ -33,6 +33,10 @@ def die_on_one(group):
 
 def hang(group):
     threading.Event().wait()
+
+
+def echo(group, *values):
+    return values
 
 
 def unpicklable(group):
@@ -65,6 +69,14 @@ def test_a_call_may_use_the_first_ranks_only(processes):
     assert [a[:3] for a in processes.run(describe, 10, num_ranks=1)] == [(0, 1, 1)]
     with pytest.raises(ValueError, match=r"1\.\.3, got 4"):
         processes.run(describe, 10, num_ranks=4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.uint8])
+def test_tensors_travel_by_value(processes, dtype):
+    values = torch.arange(12).view(3, 4).to(dtype)
+    ((seen, empty),) = processes.run(echo, values.t(), values[:0], num_ranks=1)
+    assert_equal(seen, values.t())
+    assert_equal(empty, values[:0])
 
 
 def test_what_cannot_be_carried_over_is_an_error(processes):

@@ -143,8 +143,8 @@ class FP8Block:
 
 
 def column_major(sf: torch.Tensor) -> torch.Tensor:
-    """The same `[T, S]` values with strides (1, T rounded up to 4); the padding holds zeros."""
-    rows, columns = sf.shape
-    storage = sf.new_zeros(columns, round_up(rows, 4))
-    storage[:, :rows] = sf.t()
-    return storage[:, :rows].t()
+    """The same `[..., T, S]` values with strides (..., 1, T rounded up to 4); the padding holds zeros."""
+    *groups, rows, columns = sf.shape
+    storage = sf.new_zeros(*groups, columns, round_up(rows, 4))
+    storage[..., :rows] = sf.transpose(-2, -1)
+    return storage[..., :rows].transpose(-2, -1)

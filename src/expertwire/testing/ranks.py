@@ -6,9 +6,9 @@ to import torch, while a further call costs a message.
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import os
-import pickle
 import signal
 import tempfile
 import time
@@ -110,7 +110,7 @@ class Processes:
         num_ranks = num_ranks or self.max_ranks
         if not 1 <= num_ranks <= self.max_ranks:
             raise ValueError(f"num_ranks must be 1..{self.max_ranks}, got {num_ranks}")
-        message = pickle.dumps((num_ranks, fn, args))
+        message = _dumps((num_ranks, fn, args))
         if not self._processes:
             self._start()
         for pipe in self._pipes[:num_ranks]:
@@ -140,7 +140,7 @@ class Processes:
                 assert isinstance(pipe, Connection)
                 rank = ranks.pop(pipe)
                 try:
-                    value, error = pickle.loads(pipe.recv_bytes())
+                    value, error = _loads(pipe.recv_bytes())
                 except EOFError:  # the process has ended
                     self._processes[rank].join()
                     yield Outcome(rank, exit_code=self._processes[rank].exitcode)
@@ -215,26 +215,37 @@ def _serve(pipe: Connection, rank: int, max_ranks: int, store_path: str) -> None
             return
         value, failure = None, None
         try:
-            num_ranks, fn, args = pickle.loads(message)
+            num_ranks, fn, args = _loads(message)
             value = fn(groups[num_ranks], *args)
         except BaseException as error:  # noqa: BLE001  # carried over to the parent
             failure = error
         pipe.send_bytes(_answer(rank, value, failure))
 
 
+def _dumps(value: Any) -> bytes:
+    """Pickle, with tensors by value and of every dtype."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def _loads(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), weights_only=False)
+
+
 def _answer(rank: int, value: Any, error: BaseException | None) -> bytes:
     """(value, error in parts); an error is taken apart since many exceptions cannot be pickled whole."""
     if error is None:
         try:
-            return pickle.dumps((value, None))
+            return _dumps((value, None))
         except Exception as problem:  # noqa: BLE001  # whatever pickling meets
             error = RankError(f"the result of rank {rank} cannot be carried over: {problem!r}")
     report = "".join(traceback.format_exception(error))
     try:
-        whole = pickle.dumps((None, (type(error), error.args, error.__dict__, report)))
-        pickle.loads(whole)
+        whole = _dumps((None, (type(error), error.args, error.__dict__, report)))
+        _loads(whole)
     except Exception:  # noqa: BLE001  # whatever pickling meets
-        return pickle.dumps((None, (RankError, (repr(error),), {}, report)))
+        return _dumps((None, (RankError, (repr(error),), {}, report)))
     return whole
 
 
