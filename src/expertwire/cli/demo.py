@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from expertwire.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from expertwire.cli.train import Plan, Trained
+    from expertwire.cli.demo_screen import Screen
+    from expertwire.cli.demo_train import Plan, Trained
 
 WIRES = ("bf16", "fp8")
 MAX_RANKS = 64
+_TIMEOUT_S = 24 * 3600.0
 
 
 def demo(
@@ -36,31 +37,29 @@ def demo(
         raise InvalidArgument(f"--save-routing: there is no folder {save_routing.absolute().parent}")
     from rich.console import Console
 
-    from expertwire.cli.model import ModelShape
-    from expertwire.cli.train import Plan
+    from expertwire.cli.demo_screen import Screen, say
 
     console = Console()
-    plan = Plan(ModelShape(experts, topk), ranks, steps, wire, seed, _text())
-    console.print(
-        f"A byte-level language model with 2 layers of {experts} experts, top-{topk}, on {len(plan.text):,} bytes of "
-        f"Python documentation: {ranks} processes with {plan.tokens_per_rank} tokens per step each, {wire} rows.",
-        highlight=False,
-        soft_wrap=True,
+    text = _text()
+    say(
+        console,
+        f"A byte-level language model with 2 layers of {experts} experts, top-{topk}, learns {len(text):,} bytes of "
+        f"Python documentation: {ranks} processes share batches and experts, and exchange {wire} rows.",
     )
-    together, alone = _run(console, plan)
+    with Screen(console) as screen:
+        plan, together, alone = _run(screen, ranks, steps, experts, topk, wire, seed, text)
     if save_routing is not None:
         _save_routing(save_routing, plan, together)
-        console.print(f"routing of the last steps: {save_routing}", highlight=False, soft_wrap=True)
+        say(console, f"routing of the last steps: {save_routing}")
     difference = first_difference(together, alone)
     if difference is not None:
-        console.print(f"DIFFERENT: {difference}", style="bold red", highlight=False, soft_wrap=True)
+        say(console, f"DIFFERENT: {difference}", "bold red")
         raise typer.Exit(1)
-    console.print(
-        f"identical: {ranks} processes and one process have the same {steps} losses on each of {ranks} ranks and the "
-        "same weights at the end, bit for bit",
-        style="bold green",
-        highlight=False,
-        soft_wrap=True,
+    say(
+        console,
+        f"identical: bit for bit the same {steps} losses on each of {ranks} ranks, and the same weights at the end, in "
+        f"{ranks} processes and in one",
+        "bold green",
     )
 
 
@@ -85,22 +84,30 @@ def _text() -> bytes:
     return "\n".join(topics[name] for name in sorted(topics)).encode()
 
 
-def _run(console: Console, plan: Plan) -> tuple[list[Trained], list[Trained]]:
-    """The run across processes and the run in one."""
-    from expertwire.cli.reports import Inbox
-    from expertwire.cli.screen import Progression, Screen
-    from expertwire.cli.train import train_alone, train_ranks, warm_up
+def _run(
+    screen: Screen, ranks: int, steps: int, experts: int, topk: int, wire: str, seed: int, text: bytes
+) -> tuple[Plan, list[Trained], list[Trained]]:
+    """The run across processes and the run in one. Torch is loaded here, when the screen shows something already."""
+    screen.begin(f"starting {ranks} processes, compiling kernels")
+
+    from expertwire.cli.demo_model import ModelShape
+    from expertwire.cli.demo_reports import Inbox
+    from expertwire.cli.demo_screen import Progression
+    from expertwire.cli.demo_train import Plan, train_alone, train_ranks, warm_up
     from expertwire.testing.ranks import Processes
 
-    ranks, experts = plan.num_ranks, plan.model.experts
-    with Screen(console) as screen, Inbox(screen.on_record) as path, Processes(ranks) as processes:
-        screen.begin(f"starting {ranks} processes, compiling kernels")
+    plan = Plan(ModelShape(experts, topk), ranks, steps, wire, seed, text)
+    with Processes(ranks) as processes:
+
+        def follow(title: str, run: Callable[..., Any], num_processes: int) -> list[Any]:
+            screen.begin(title, Progression(num_processes, ranks, steps, plan.tokens_per_rank))
+            with Inbox(screen.on_record) as path:
+                return processes.run(run, plan, path, num_ranks=num_processes, timeout_s=_TIMEOUT_S)
+
         processes.run(warm_up, plan, num_ranks=1)
-        screen.begin(f"{ranks} processes", Progression(ranks, ranks, experts, plan.steps, plan.tokens_per_rank))
-        together: list[Trained] = processes.run(train_ranks, plan, path, timeout_s=3600)
-        screen.begin("one process, for comparison", Progression(1, ranks, experts, plan.steps, plan.tokens_per_rank))
-        (alone,) = processes.run(train_alone, plan, path, num_ranks=1, timeout_s=3600)
-    return together, alone
+        together = follow(f"{ranks} processes", train_ranks, ranks)
+        (alone,) = follow("one process, for comparison", train_alone, 1)
+    return plan, together, alone
 
 
 def first_difference(together: list[Trained], alone: list[Trained]) -> str | None:

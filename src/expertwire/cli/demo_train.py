@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from expertwire.buffer import Buffer
-from expertwire.cli.exchange import BufferExchange, OracleExchange
-from expertwire.cli.model import Exchange, ModelShape, Replica, Tensor, forward
-from expertwire.cli.reports import Reporter
+from expertwire.cli.demo_exchange import BufferExchange, OracleExchange
+from expertwire.cli.demo_model import Exchange, ModelShape, Replica, Tensor, forward
+from expertwire.cli.demo_reports import Reporter
 from expertwire.formats import BF16, FP8Block, WireFormat
 from expertwire.topology import Placement
 

@@ -10,7 +10,7 @@ import torch
 
 from expertwire import reference
 from expertwire.buffer import Buffer
-from expertwire.cli.model import Routed
+from expertwire.cli.demo_model import Routed
 from expertwire.formats import WireFormat
 from expertwire.handle import Handle
 from expertwire.layouts.receive import Layout

@@ -21,8 +21,8 @@ _COLD, _HOT = (24, 40, 72), (255, 176, 32)
 class Progression:
     """What the records so far say about one run; a step counts when all ranks have reported it."""
 
-    def __init__(self, num_reporters: int, num_ranks: int, num_experts: int, steps: int, tokens_per_rank: int) -> None:
-        self.num_ranks, self.num_experts, self.steps = num_ranks, num_experts, steps
+    def __init__(self, num_reporters: int, num_ranks: int, steps: int, tokens_per_rank: int) -> None:
+        self.num_ranks, self.steps = num_ranks, steps
         self.losses: list[float] = []
         self.load: list[list[int]] = []
         self._tokens_per_step = num_ranks * tokens_per_rank
@@ -66,8 +66,11 @@ class Progression:
         times = [f"{name} {self.total(f'{name}_s') * per_step:.1f} ms" for name in ("dispatch", "combine")]
         rows, megabytes = int(self.total("rows")), self.total("num_bytes") / 1e6
         return [
-            ("moved", f"{self.tokens:,} tokens trained, {rows:,} rows dispatched, {megabytes:,.0f} MB sent"),
-            ("per step", f"{', '.join(times)} (forward); waiting for peers {waiting:.1f} ms (all)"),
+            (
+                "moved",
+                f"{self.tokens:,} tokens trained, {rows:,} rows dispatched, {megabytes:,.0f} MB sent, with backward",
+            ),
+            ("step, per rank", f"{', '.join(times)} (forward); waiting for peers {waiting:.1f} ms (all)"),
         ]
 
 
@@ -78,7 +81,7 @@ class Screen:
         self._console = console
         self._live = Live(console=console, refresh_per_second=8) if _can_redraw(console) else None
         self._progress = Progress(
-            TextColumn("[bold]{task.description}"), BarColumn(), TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+            TextColumn("[bold]{task.description}"), BarColumn(), TextColumn("{task.fields[count]}"),
             TimeElapsedColumn(), console=console,
         )  # fmt: skip
         self._bars: list[TaskID] = []
@@ -93,13 +96,13 @@ class Screen:
         if progression is not None and self._trained is None:
             self._trained = progression
         if self._live is None:
-            self._console.print(title, highlight=False)
+            say(self._console, title)
             return
         for bar in self._bars:
             self._progress.stop_task(bar)
             if self._progress.tasks[bar].total is None:
                 self._progress.update(bar, total=1, completed=1)
-        self._bars.append(self._progress.add_task(title, total=progression.steps if progression else None))
+        self._bars.append(self._progress.add_task(title, total=progression.steps if progression else None, count=""))
         self._live.update(self._picture())
 
     def on_record(self, record: dict[str, Any]) -> None:
@@ -107,19 +110,17 @@ class Screen:
         if shown is None or not shown.add(record):
             return
         if self._live is not None:
-            self._progress.update(self._bars[-1], completed=shown.done)
+            self._progress.update(self._bars[-1], completed=shown.done, count=f"{shown.done}/{shown.steps}")
             self._live.update(self._picture())
         elif shown.done % max(1, shown.steps // _PLAIN_LINES) == 0 or shown.done == shown.steps:
-            self._console.print(f"  step {shown.done:4} of {shown.steps}  loss {shown.losses[-1]:.4f}", highlight=False)
+            say(self._console, f"  step {shown.done:4} of {shown.steps}  loss {shown.losses[-1]:.4f}")
 
     def _print_facts(self, trained: Progression) -> None:
         for label, value in trained.facts():
-            self._console.print(f"  {label}: {value}", highlight=False, soft_wrap=True)
+            say(self._console, f"  {label}: {value}")
         for layer, counts in enumerate(trained.load):
             numbers = " ".join(map(str, counts))
-            self._console.print(
-                f"  experts, layer {layer}: {numbers} selections in the last step", highlight=False, soft_wrap=True
-            )
+            say(self._console, f"  experts, layer {layer}: {numbers} selections in the last step")
 
     def _picture(self) -> Group:
         parts: list[Any] = [self._progress]
@@ -141,6 +142,11 @@ class Screen:
             self._live.stop()
 
 
+def say(console: Console, text: str, style: str = "") -> None:
+    """A paragraph: wrapped on a terminal, one line elsewhere."""
+    console.print(text, style=style, highlight=False, markup=False, soft_wrap=not console.is_terminal)
+
+
 def _can_redraw(console: Console) -> bool:
     return console.is_terminal and not console.is_dumb_terminal
 
@@ -151,7 +157,7 @@ def _body(trained: Progression, width: int) -> Table:
     body.add_column()
     body.add_row("loss", Text.assemble((f"{trained.losses[-1]:.4f}  ", "bold"), _curve(trained.losses, width - 30)))
     for layer, counts in enumerate(trained.load):
-        body.add_row(f"experts, layer {layer}", _heat(counts, trained.num_ranks))
+        body.add_row(f"experts, layer {layer} (%)", _heat(counts, trained.num_ranks))
     for label, value in trained.facts():
         body.add_row(label, value)
     return body
