@@ -90,7 +90,7 @@ def explore(
     trace = None
     if path is not None:
         moves = shrink(search.machine, path, search.ends_badly)
-        trace = record(build(program, profile), moves, profile.name)
+        trace = record(search.machine, moves, profile.name)
     reached = frozenset(search.machine.reached)
     return Result(
         verdict,

@@ -46,6 +46,7 @@ from expertwire.ordering.ptx_views import (
     ASYNC,
     GENERIC,
     RELEASES,
+    Barrier,
     Entry,
     Flight,
     Local,
@@ -177,7 +178,7 @@ class Ptx:
             case St() as action:
                 return len(self._positions(memory, node.thread, mine, action))
             case Leave(name=name, count=count):
-                return int(sum(1 for n, _, _ in barriers if n == name) >= count)
+                return int(any(b.name == name and b.arrived.bit_count() >= count for b in barriers))
             case WaitGroup(pending=pending, read=read):
                 waited = [n for n, (_, g) in enumerate(node.code.bulks) if g < node.code.group - pending]
                 phase = {f.number: f.phase for f in flights if f.thread == node.thread}
@@ -233,9 +234,10 @@ class Ptx:
                     violation = check_read(action.loc, message.value, action.expect, action.note)
                 if action.proxy == "nc" and len(messages_of(memory, self.loc(action.loc))) > 1:
                     violation = Violation("undefined", f"{action.loc} is read through ld.nc while it is written")
-                if action.proxy == "generic" and self.program.bulk:
+                if action.proxy == "generic" and (self.program.bulk or action.expect is not None):
                     memory, mine = self._stay_open(memory, thread, mine, node, action)
             case St():
+                violation = self._overtakes(locals_, thread, mine, action)
                 position = self._positions(memory, thread, mine, action)[move.choice]
                 memory, mine = self._write(memory, thread, mine, action, action.value, position, ())
             case Rmw():
@@ -252,13 +254,9 @@ class Ptx:
             case ProxyFence(proxy=proxy):
                 mine = self._proxy_fence(memory, thread, mine, PROXIES.index(proxy))
             case Arrive(name=name):
-                barriers = (*barriers, (name, thread, mine.views))
+                barriers = self._arrive(memory, thread, mine, name, barriers)
             case Leave(name=name):
-                for other, peer, views in barriers:
-                    if other == name:
-                        mine = mine._replace(
-                            views=self._learn(memory, thread, mine.views, Entry(peer, Scope.CTA, views))
-                        )
+                mine, barriers = self._leave(memory, thread, mine, name, barriers)
             case Bulk():
                 flights = (*flights, Flight(thread, len(node.code.bulks), 0, mine.views))
             case WaitGroup(pending=pending, read=read):
@@ -330,6 +328,26 @@ class Ptx:
         kept = dict(mine.fenced) | {fence.scope: views}
         return mine._replace(views=views, fenced=tuple(sorted(kept.items()))), fences
 
+    def _arrive(
+        self, memory: State, thread: int, mine: Local, name: str, barriers: tuple[Barrier, ...]
+    ) -> tuple[Barrier, ...]:
+        kept = {b.name: b for b in barriers}
+        at = kept.get(name) or Barrier(name, 0, 0, mine.views)
+        views = tuple(joined(memory, a, b) for a, b in zip(at.views, mine.views, strict=True))
+        kept[name] = Barrier(name, at.arrived | 1 << thread, 0, views)
+        return tuple(sorted(kept.values()))
+
+    def _leave(
+        self, memory: State, thread: int, mine: Local, name: str, barriers: tuple[Barrier, ...]
+    ) -> tuple[Local, tuple[Barrier, ...]]:
+        at = next(b for b in barriers if b.name == name)
+        rest = tuple(b for b in barriers if b.name != name)
+        views = tuple(joined(memory, a, b) for a, b in zip(mine.views, at.views, strict=True))
+        at = at._replace(left=at.left | 1 << thread)
+        if at.left != at.arrived:
+            rest = tuple(sorted((*rest, at)))
+        return mine._replace(views=views), rest
+
     def _proxy_fence(self, memory: State, thread: int, mine: Local, proxy: int) -> Local:
         generic, other = mine.views[GENERIC], mine.views[proxy]
         if self.profile.proxy_fence == "own" and proxy == ASYNC:
@@ -343,6 +361,17 @@ class Ptx:
         views = list(mine.views)
         views[proxy], views[GENERIC] = both, joined(memory, generic, both)
         return mine._replace(views=tuple(views), aliased=mine.aliased or proxy == ALIAS)
+
+    def _overtakes(self, locals_: State, thread: int, mine: Local, action: St) -> Violation | None:
+        """A store that does not know of an earlier load of its location might as well have come before it."""
+        at = self.loc(action.loc)
+        for pseudo, (reader, location, load) in self.open_loads.items():
+            if location == at and load.expect is not None and reader != thread:
+                ran = known(locals_[reader].views[GENERIC], pseudo)
+                if ran and not known(mine.views[GENERIC], pseudo):
+                    text = f"{load.note or load.loc}: step {action.value} is stored without knowing that step "
+                    return Violation("bank reused too early", f"{text}{load.expect} has been read")
+        return None
 
     def _stay_open(self, memory: State, thread: int, mine: Local, node: Node, action: Ld) -> tuple[State, Local]:
         """Note that a load has run, as a write to a location of its own: whoever knows that write runs after it."""

@@ -50,15 +50,19 @@ def _thread(state: State, item: int, targets: list[int]) -> list[int]:
     match node.action:
         case None:
             return []
+        case Ld(expect=expect) if expect is not None:
+            return []  # a store that might come first is found when it runs
         case Ld() | Rmw() | St():
             mask = node.code.touches
             found = [n.thread for n in others if n.writes & mask]
             return found + [base + i for i, f in enumerate(flights) if f.phase < 2 and targets[i] & mask]
         case MemFence(order=Order.SC):
             return [n.thread for n in others if n.marks]
-        case Leave(name=name):
-            arrived = {thread for other, thread, _ in state[4] if other == name}
-            return [n.thread for n in others if n.thread not in arrived and n.action is not None]
+        case Leave(name=name, count=count):
+            arrived = next((b.arrived for b in state[4] if b.name == name), 0)
+            if arrived.bit_count() >= count:
+                return []
+            return [n.thread for n in others if not arrived >> n.thread & 1 and n.action is not None]
         case WaitGroup():
             return [base + i for i, f in enumerate(flights) if f.thread == item and f.phase < 2]
     return []

@@ -49,6 +49,15 @@ class Local(NamedTuple):
     aliased: bool = False
 
 
+class Barrier(NamedTuple):
+    """A barrier of one CTA in use: who has arrived and left (bit sets), and what they knew together."""
+
+    name: str
+    arrived: int
+    left: int
+    views: Views
+
+
 class Flight(NamedTuple):
     """A bulk operation: 0 issued, 1 source read, 2 target written (as message `message`)."""
 

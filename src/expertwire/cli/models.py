@@ -1,0 +1,179 @@
+"""Our protocols as programs for the checker: the generators of `expertwire.protocols`, several steps in a row.
+
+dispatch    one lane, each step sent, received and finished; three steps on two banks, so that a bank is reused
+deferred    one lane, two steps in flight, as with `defer_receive`
+combine     a dispatch lane and a combine lane, turn by turn
+barrier     three barriers in a row
+masked      dispatch with two ranks that may give up on each other at any wait
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from expertwire.errors import InvalidArgument
+from expertwire.ordering import signals
+from expertwire.ordering.explore import Mode, Result, explore
+from expertwire.ordering.lowering import Encoding, Settings, cta_threads, network_thread
+from expertwire.ordering.operations import Word
+from expertwire.ordering.profiles import Profile
+from expertwire.ordering.program import Program
+from expertwire.protocols import barrier as barrier_protocol
+from expertwire.protocols import epoch_signal, lane
+from expertwire.protocols.lane import Lane, Step
+
+ENCODING = Encoding(epoch_signal.pack, epoch_signal.unpack)
+Protocol = Callable[[int, int], Step]
+
+
+def rows_sent(writer: int, reader: int, epoch: int) -> int:
+    """Rows per step: 0, 1 and several occur, and successive steps differ.
+
+    >>> [rows_sent(0, 1, e) for e in (1, 2, 3)]
+    [2, 0, 1]
+    """
+    return (writer + reader + epoch) % 3
+
+
+def counts(rank: int, num_ranks: int, epoch: int) -> list[int]:
+    """What `rank` sends to every rank."""
+    return [rows_sent(rank, peer, epoch) for peer in range(num_ranks)]
+
+
+def dispatch(rank: int, num_ranks: int, steps: int = 3, banks: int = 2) -> Step:
+    """Send, receive, finish."""
+    one = Lane("dispatch", banks)
+    for epoch in range(1, steps + 1):
+        yield from lane.send(one, rank, epoch, counts(rank, num_ranks, epoch))
+        yield from lane.receive(one, rank, epoch, num_ranks)
+        yield from lane.finish(one, rank, epoch, num_ranks)
+
+
+def deferred(rank: int, num_ranks: int, steps: int = 3, banks: int = 2) -> Step:
+    """Step e is received after step e + 1 has been sent."""
+    one = Lane("dispatch", banks)
+    for epoch in range(1, steps + 2):
+        if epoch <= steps:
+            yield from lane.send(one, rank, epoch, counts(rank, num_ranks, epoch))
+        if epoch > 1:
+            yield from lane.receive(one, rank, epoch - 1, num_ranks)
+            yield from lane.finish(one, rank, epoch - 1, num_ranks)
+
+
+def combine(rank: int, num_ranks: int, steps: int = 2, banks: int = 1) -> Step:
+    """Dispatch, then combine, which sends back what came."""
+    there, back = Lane("dispatch", banks), Lane("combine", banks)
+    for epoch in range(1, steps + 1):
+        for one in (there, back):
+            yield from lane.send(one, rank, epoch, counts(rank, num_ranks, epoch))
+            yield from lane.receive(one, rank, epoch, num_ranks)
+            yield from lane.finish(one, rank, epoch, num_ranks)
+
+
+def barrier(rank: int, num_ranks: int, steps: int = 3) -> Step:
+    """Barriers in a row."""
+    for epoch in range(1, steps + 1):
+        yield from barrier_protocol.barrier(rank, epoch, num_ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A protocol to check. `goals` are labels that an exploration must reach; `expiring` lets waits end early."""
+
+    name: str
+    text: str
+    protocol: Protocol
+    expiring: bool = False
+    goals: tuple[str, ...] = ()
+
+
+MODELS: dict[str, Model] = {
+    m.name: m
+    for m in (
+        Model("dispatch", "one lane, three steps on two banks", dispatch),
+        Model("deferred", "one lane, two steps in flight", deferred),
+        Model("combine", "dispatch and combine lanes, two steps on one bank each", combine),
+        Model("barrier", "three barriers in a row", barrier),
+        Model(
+            "masked",
+            "two steps on one bank, ranks give up on each other",
+            lambda rank, n: dispatch(rank, n, steps=2, banks=1),
+            expiring=True,
+            goals=("a peer was masked",),
+        ),
+    )
+}
+
+
+def get(name: str) -> Model:
+    """The model of that name."""
+    if name not in MODELS:
+        raise InvalidArgument(f"unknown protocol {name!r}; valid: {', '.join(MODELS)}")
+    return MODELS[name]
+
+
+def _truth(word: Word, epoch: int, reader: int) -> int | None:
+    return rows_sent(word.writer, reader, epoch) if word.purpose.endswith("_ready") else None
+
+
+def settings(model: Model, mechanism: str, **wrong: Any) -> Settings:
+    """How a model is carried out; `wrong` turns on one of the mistakes of `Settings`."""
+    base = Settings(signals.get(mechanism), ENCODING, _truth, lambda name: f"{name}_ready")
+    if model.expiring:
+        base = replace(base, may_expire=lambda word, epoch, reader: word.writer != reader)
+    return replace(base, **wrong)
+
+
+def program(model: Model, profile: Profile, used: Settings, num_ranks: int = 2) -> Program:
+    """The program that checks `model` on a profile."""
+    threads = []
+    for rank in range(num_ranks):
+
+        def protocol(rank: int = rank) -> Step:
+            return model.protocol(rank, num_ranks)
+
+        if profile.machine == "ptx":
+            threads += cta_threads(rank, protocol, used)
+        else:
+            threads += network_thread(rank, protocol, used)
+    name = f"{model.name}, {num_ranks} ranks, signal {used.mechanism.name}"
+    return Program(name, tuple(threads), model.goals)
+
+
+def check(
+    model: Model,
+    mechanism: str,
+    profile: Profile,
+    *,
+    num_ranks: int = 2,
+    mode: Mode = "exhaustive",
+    max_states: int = 2_000_000,
+    seed: int = 0,
+    progress: Callable[[int], None] | None = None,
+    **wrong: Any,
+) -> Result:
+    """Explore one model with one mechanism on one profile."""
+    used = settings(model, mechanism, **wrong)
+    if not used.mechanism.suits(profile):
+        raise InvalidArgument(
+            f"signal {mechanism!r} does not exist on {profile.name}; valid: {', '.join(suitable(profile))}"
+        )
+    return explore(
+        program(model, profile, used, num_ranks), profile, mode, seed=seed, max_states=max_states, progress=progress
+    )
+
+
+def suitable(profile: Profile) -> list[str]:
+    """The signal mechanisms that exist on a profile."""
+    return [m.name for m in signals.MECHANISMS.values() if m.suits(profile)]
+
+
+def cells(profiles: Iterator[Profile] | list[Profile]) -> Iterator[tuple[str, str, str]]:
+    """Everything that can be checked: (model, mechanism, profile). Masks need a network profile."""
+    for model in MODELS.values():
+        for profile in profiles:
+            for mechanism in suitable(profile):
+                if not (model.expiring and profile.machine == "ptx"):
+                    yield model.name, mechanism, profile.name
