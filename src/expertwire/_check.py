@@ -79,6 +79,8 @@ def tensor(
         raise InvalidArgument(f"{where} must have dtype {names}, got {str(value.dtype).removeprefix('torch.')}")
     if value.device.type != "cpu":
         raise InvalidArgument(f"{where} must be on the buffer's device 'cpu', got {str(value.device)!r}")
+    if value.layout is not torch.strided:
+        raise InvalidArgument(f"{where} must be a dense tensor, got {value.layout}")
     matches = value.ndim == len(dims) and all(d is None or d == n for d, n in zip(dims, value.shape, strict=True))
     if not matches:
         raise InvalidArgument(f"{where} must have shape {meaning}, got {list(value.shape)}")

@@ -131,7 +131,7 @@ class Buffer:
             debug_poison=debug_poison,
         )
         self._steps = Steps(self._engine)
-        context = Context(self, self.settings, self._steps, validate)
+        context = Context(self, self.settings, self._steps, validate, self._raise_if_full)
         self._dispatch, self._combine = Dispatcher(context), Combiner(context)
 
     # -- the two operations --------------------------------------------------------------------------------------
@@ -167,8 +167,6 @@ class Buffer:
         void and the next one works. Raises PeerTimeout, PeerLost, InFlightError, HandleError, BufferClosed.
         """
         self._raise_if_unusable()
-        if handle is None:
-            self._raise_if_full()
         record = self._dispatch(
             x, topk_idx, topk_weights, handle, layout, expert_alignment, wire, counts, defer_receive, zero_copy
         )
@@ -220,6 +218,7 @@ class Buffer:
         return tuple(sorted(self._engine.runtime.masked))
 
     def statistics(self) -> Statistics:
+        """Totals of this rank since its buffer was created."""
         engine = self._engine
         return Statistics(
             tuple(engine.rows_sent),
@@ -238,6 +237,8 @@ class Buffer:
         >>> Buffer.size_hint(num_ranks=8, hidden=7168, num_topk=8, num_max_tokens_per_rank=128)
         59523264
         """
+        _check.integer("num_ranks", num_ranks, 1, 1 << 20)
+        _check.shape(1, hidden, num_topk, num_max_tokens_per_rank, max_in_flight)
         return WindowLayout(num_ranks, num_max_tokens_per_rank, hidden, num_topk, max_in_flight).total_bytes
 
     def _raise_if_unusable(self) -> None:
@@ -291,18 +292,22 @@ class Buffer:
 
 def _agree(ranks: Bootstrap, make: Callable[[], Settings]) -> Settings:
     """The settings, or an error on every rank if one rank's are illegal or differ."""
-    mine, error = None, None
+    mine, reason = None, ""
+    error: Exception | None = None
     try:
         mine = make()
     except ExpertWireError as found:
-        error = found
-    gathered: list[tuple[Settings | None, str]] = ranks.all_gather((mine, str(error or "")))
+        found.args = (f"rank {ranks.rank}: {found}",)
+        error, reason = found, str(found)
+    except Exception as found:  # noqa: BLE001  # raised below, once the peers know
+        error, reason = found, f"rank {ranks.rank}: {found!r}"
+    gathered: list[tuple[Settings | None, str]] = ranks.all_gather((mine, reason))
     if error is not None:
         raise error
     assert mine is not None
     refused = {rank: reason for rank, (_, reason) in enumerate(gathered) if reason}
     if refused:
-        reasons = "; ".join(f"rank {rank}: {reason}" for rank, reason in refused.items())
+        reasons = "; ".join(refused.values())
         raise PeerRefused(f"rank {ranks.rank}: no buffer was created, since a peer refused ({reasons})", list(refused))
     for field in fields(Settings):
         holders: dict[object, list[int]] = {}

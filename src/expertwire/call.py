@@ -31,6 +31,7 @@ class Context:
     settings: Settings
     steps: Steps
     validate: bool
+    raise_if_full: Callable[[], None]
 
     @property
     def engine(self) -> HostEngine:
@@ -42,11 +43,15 @@ class Context:
 
     @contextmanager
     def refusing(self, steps: LaneSteps, epoch: int) -> Iterator[None]:
-        """Inside, an error about arguments makes the step void on all ranks before it is raised."""
+        """Inside, an error makes the step void on all ranks before it is raised."""
         try:
             yield
-        except ExpertWireError as error:
-            self.steps.refuse(steps, epoch, str(error))
+        except Exception as error:
+            reason = str(error) if isinstance(error, ExpertWireError) else f"rank {self.rank}: {error!r}"
+            self.steps.refuse(steps, epoch, reason)
+            raise
+        except BaseException as error:
+            self.steps.failure = error
             raise
 
     def check_handle(self, handle: Any) -> None:
@@ -66,18 +71,25 @@ class Context:
 
 
 class _Hook(Generic[R]):
-    """Runs a receive half once and fills its record; afterwards it holds on to nothing."""
+    """Runs a receive half once and fills its record; afterwards it holds on to nothing but the error, if it failed."""
 
     def __init__(self, made: R, complete: Callable[[], dict[str, Any]]) -> None:
         self._pending: tuple[R, Callable[[], dict[str, Any]]] | None = (made, complete)
         self._made: weakref.ref[R] = weakref.ref(made)
+        self._failure: BaseException | None = None
 
     def __call__(self) -> R:
         if self._pending is not None:
             made, complete = self._pending
-            made.__dict__.update(complete())
             self._pending = None
+            try:
+                made.__dict__.update(complete())
+            except BaseException as error:
+                self._failure = error
+                raise
             return made
+        if self._failure is not None:
+            raise self._failure
         filled = self._made()
         if filled is None:
             raise HandleError("this hook was called before, and the record that it returned is gone")

@@ -58,7 +58,8 @@ class Dispatcher:
         with self._context.refusing(self._steps.dispatches, epoch):
             _check.dispatch_options(self._rank, layout, expert_alignment, counts, wire)
             if handle is None:
-                arrangement = Arrangement(layout, expert_alignment, counts == "device")
+                self._context.raise_if_full()
+                arrangement = Arrangement(Layout(layout), expert_alignment, counts == "device")
                 handle = self._new_handle(epoch, x, topk_idx, topk_weights, arrangement)
             else:
                 self._check_repeat(x, topk_idx, topk_weights, handle, zero_copy)

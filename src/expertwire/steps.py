@@ -80,6 +80,9 @@ class Steps:
         steps.end(epoch)
 
     def end_dispatch(self, epoch: int) -> None:
+        """The windows of this step may be reused; after close() there are none."""
+        if self.engine.runtime.closed:
+            return
         with self._fatal():
             self.engine.finish_dispatch(epoch)
         self.dispatches.end(epoch)

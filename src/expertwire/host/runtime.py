@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from expertwire.errors import GroupMismatch, MissedSignal, PeerLost, PeerRefused, PeerTimeout
+from expertwire.errors import BufferClosed, GroupMismatch, MissedSignal, PeerLost, PeerRefused, PeerTimeout
 from expertwire.host.kernels import Array, Kernels
 from expertwire.layouts.window import GUARD_BYTES, HEADER_BYTES, WindowLayout
 from expertwire.ordering.operations import Load, PutSignal, Region, Signal, Wait, Word
@@ -78,6 +78,7 @@ class HostRuntime:
         self.mask_peers = mask_peers
         self.debug_poison = debug_poison
         self.masked: set[int] = set()
+        self.closed = False
         self.wait_s = np.zeros(self.num_ranks)
         self.base = [window.ctypes.data for window in transport.windows]
         self.own = transport.windows[self.rank]
@@ -144,6 +145,8 @@ class HostRuntime:
 
         `put(peer, region, count)` writes rows into a peer's window before their signal, and says where.
         """
+        if self.closed:
+            raise BufferClosed(f"rank {self.rank}: this buffer is closed; there is nothing left to send or receive")
         counts: dict[int, int] = {}
         started = self.clock()
         answer: int | None = None
@@ -229,7 +232,7 @@ class HostRuntime:
         headers = {peer: self.read_header(offsets[peer]) for peer in counts}
         refused = [peer for peer, count in counts.items() if count == REFUSED]
         if refused:
-            reasons = "; ".join(f"rank {peer}: {headers[peer].text}" for peer in refused)
+            reasons = "; ".join(headers[peer].text for peer in refused)
             raise PeerRefused(
                 f"rank {self.rank}: this {phase} is void, since a peer refused its arguments ({reasons}). "
                 "The next call works as usual.",
@@ -266,4 +269,6 @@ class HostRuntime:
         """Tell the peers, forget the windows. Does not wait for anybody."""
         for peer in range(self.num_ranks):
             self.publish(peer, Word("leaving", self.rank), 1)
+        self.closed = True
+        self.base, self.own = [], np.empty(0, np.uint8)
         self.transport.close()
