@@ -40,7 +40,7 @@ def route(topk_idx, expert_rank, expert_local, num_ranks, distinct):
     for t in range(num_tokens):
         for k in range(num_topk):
             expert = topk_idx[t, k]
-            if distinct and expert >= 0:
+            if distinct and 0 <= expert < expert_rank.size:
                 for earlier in range(k):
                     if topk_idx[t, earlier] == expert:
                         expert = -1
