@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         PeerLost,
         PeerRefused,
         PeerTimeout,
+        TransportBroken,
         TransportUnavailable,
         WorldAborted,
     )
@@ -49,6 +50,7 @@ _HOMES = {
         "PeerLost",
         "PeerRefused",
         "PeerTimeout",
+        "TransportBroken",
         "TransportUnavailable",
         "WorldAborted",
     ),
@@ -81,6 +83,7 @@ __all__ = [
     "PeerTimeout",
     "Placement",
     "Statistics",
+    "TransportBroken",
     "TransportUnavailable",
     "World",
     "WorldAborted",

@@ -5,15 +5,17 @@ from __future__ import annotations
 from expertwire.errors import InvalidArgument, TransportUnavailable
 from expertwire.host import kernels
 from expertwire.host.engine import HostEngine
+from expertwire.host.remote import RemoteRuntime
 from expertwire.host.runtime import HostRuntime
 from expertwire.layouts.window import WindowLayout
 from expertwire.protocols.barrier import barrier
 from expertwire.topology import Placement
 from expertwire.transports.base import Bootstrap, Transport
+from expertwire.transports.fabric import FabricTransport
 from expertwire.transports.inproc import Inproc, Rank
 from expertwire.transports.shm import Shm
 
-TRANSPORTS: dict[str, type[Transport]] = {"inproc": Inproc, "shm": Shm}
+TRANSPORTS: dict[str, type[Transport]] = {"inproc": Inproc, "shm": Shm, "fabric": FabricTransport}
 ENGINES = ("auto", "numba", "torch")
 
 
@@ -23,10 +25,13 @@ def transport_name(requested: str, group: Bootstrap) -> str:
         raise InvalidArgument(
             f"transport must be 'auto' or one of {', '.join(map(repr, TRANSPORTS))}, got {requested!r}"
         )
-    in_world = isinstance(group, Rank)
-    name = ("inproc" if in_world else "shm") if requested == "auto" else requested
-    if (name == "inproc") != in_world:
-        have = "ranks of one ew.World (threads)" if in_world else "processes"
+    fitting, have = "shm", "processes"
+    if isinstance(group, Rank):
+        fitting, have = "inproc", "threads of one ew.World"
+        if group.crew.fabric is not None:
+            fitting, have = "fabric", "threads of an ew.World with a simulated fabric"
+    name = fitting if requested == "auto" else requested
+    if name != fitting:
         raise TransportUnavailable(f"transport={name!r} does not fit this group, whose ranks are {have}; use 'auto'")
     reason = TRANSPORTS[name].unavailable()
     if reason:
@@ -47,7 +52,8 @@ def host_engine(
 ) -> HostEngine:
     """Create windows on all ranks and try them out with a barrier. Collective."""
     row_work = kernels.load(engine)
-    runtime = HostRuntime(
+    runtime_of = RemoteRuntime if transport == "fabric" else HostRuntime
+    runtime = runtime_of(
         layout,
         TRANSPORTS[transport](group, layout.total_bytes),  # type: ignore[call-arg]
         row_work,

@@ -5,6 +5,7 @@ ExpertWireError
  +-- GroupMismatch          the ranks of one group disagree; found at creation      (also a ValueError)
  +-- PeerError              another rank is the cause                               (also a RuntimeError)
  |    +-- PeerRefused       it rejected its own arguments; this call is void on all ranks
+ |    +-- TransportBroken   its signal came before its data, which no transport may allow
  |    +-- PeerTimeout       it did not signal in time                               (also a TimeoutError)
  |         +-- PeerLost     its process has ended, or it closed its buffer
  +-- HandleError            a handle used where it does not belong
@@ -42,6 +43,10 @@ class PeerError(ExpertWireError, RuntimeError):
 
 class PeerRefused(PeerError):
     """A peer rejected its own arguments for this call, so the call is void on every rank. The next call works."""
+
+
+class TransportBroken(PeerError):
+    """A signal arrived before the data that it vouches for, which the transport's contract forbids."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from expertwire.errors import InvalidArgument, TransportUnavailable
 from expertwire.transports.base import Bootstrap
+from expertwire.transports.fabric import Fabric
 from expertwire.transports.inproc import Crew, Rank
 
 T = TypeVar("T")
@@ -16,17 +17,33 @@ T = TypeVar("T")
 class World:
     """`num_ranks` ranks in one process, for notebooks, tests and debugging: each runs in a thread of its own.
 
+    With `fabric`, the name of a network profile such as "rc.ooo", ranks are joined by a simulated network that places
+    every piece of every transfer as late ("adversary") or as randomly ("random") as the profile allows; `signal` is the
+    mechanism of put_signal (`expertwire check` lists them). Ranks then run one at a time, and a run is a function of
+    `seed`: time-outs count simulated seconds.
+
     >>> World(2).run(lambda rank: rank.rank * 10)
     [0, 10]
     """
 
-    def __init__(self, num_ranks: int, device: str = "cpu") -> None:
+    def __init__(
+        self,
+        num_ranks: int,
+        device: str = "cpu",
+        *,
+        fabric: str | None = None,
+        signal: str = "atomic",
+        seed: int = 0,
+        schedule: str = "adversary",
+    ) -> None:
         if num_ranks < 1:
             raise InvalidArgument(f"World: num_ranks must be >= 1, got {num_ranks}")
         if device != "cpu":
             raise TransportUnavailable(f"World: device={device!r} is not offered by this version; use device='cpu'")
         self.num_ranks = num_ranks
         self.device = device
+        self._new_fabric = (lambda: Fabric(num_ranks, fabric, signal, seed, schedule)) if fabric else lambda: None
+        self._new_fabric()  # refuses what cannot run, now
 
     def run(self, fn: Callable[[Rank], T]) -> list[T]:
         """Call `fn(rank)` once per rank and return the results in rank order.
@@ -34,16 +51,22 @@ class World:
         The first exception ends all ranks: they stop at their next wait, and that exception is raised here, with a
         note that names its rank.
         """
-        crew = Crew(self.num_ranks)
+        crew = Crew(self.num_ranks, self._new_fabric())
+        turns = None if crew.fabric is None else crew.fabric.turns
         results: list[Any] = [None] * self.num_ranks
 
         def call(rank: int) -> None:
             try:
+                if turns is not None:
+                    turns.join(rank)
                 results[rank] = fn(Rank(crew, rank))
             except BaseException as error:  # noqa: BLE001  # carried over to the caller's thread
                 crew.leave(rank, error)
             else:
                 crew.leave(rank)
+            finally:
+                if turns is not None:
+                    turns.leave(rank)
 
         threads = [
             threading.Thread(target=call, args=(rank,), name=f"expertwire-rank-{rank}", daemon=True)

@@ -42,7 +42,7 @@ def send(
     num_topk = outgoing.shape[1]
 
     def put(peer: int, region: Region, count: int) -> Segments:
-        segments = [runtime.write_header(peer, layout.combine_header(region.bank, region.writer), header)]
+        segments = [runtime.write_header(peer, layout.combine_header(region.bank, region.writer), epoch, header)]
         mine = slice(int(arrivals.offsets[peer]), int(arrivals.offsets[peer + 1]))
         cell = arrivals.tokens[mine, None].astype(np.int64) * num_topk + np.arange(num_topk)
         slots = layout.combine_rows(region.bank) + row.stride * cell
@@ -78,7 +78,7 @@ def receive(
     layout, bank = runtime.layout, lane.bank(epoch)
     counts = runtime.run("combine receive", protocol.receive(lane, runtime.rank, epoch, runtime.num_ranks))
     headers = [layout.combine_header(bank, writer) for writer in range(runtime.num_ranks)]
-    needs_grad = runtime.check_headers("combine", counts, headers, settings)
+    needs_grad = runtime.check_headers("combine", epoch, counts, headers, settings)
     served = routing.slot_rank >= 0
     expected = {"token": served, "rank": served & routing.is_last, "none": served & False}[rows]
     present = expected & np.isin(routing.slot_rank, list(counts))

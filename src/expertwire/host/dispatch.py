@@ -105,7 +105,7 @@ def send(
     layout, kernels = runtime.layout, runtime.kernels
 
     def put(peer: int, region: Region, count: int) -> Segments:
-        head = runtime.write_header(peer, layout.dispatch_header(region.bank, region.writer), header)
+        head = runtime.write_header(peer, layout.dispatch_header(region.bank, region.writer), epoch, header)
         if count == 0:
             return [head]
         tokens = routing.tokens[routing.offsets[peer] : routing.offsets[peer + 1]]
@@ -131,7 +131,7 @@ def refuse(runtime: HostRuntime, lane: Lane, epoch: int, reason: str) -> None:
     header_of = {"dispatch": runtime.layout.dispatch_header, "combine": runtime.layout.combine_header}[lane.name]
 
     def put(peer: int, region: Region, count: int) -> Segments:
-        return [runtime.write_header(peer, header_of(region.bank, region.writer), Header(reason))]
+        return [runtime.write_header(peer, header_of(region.bank, region.writer), epoch, Header(reason))]
 
     counts = [REFUSED] * runtime.num_ranks
     runtime.run(f"{lane.name} send", protocol.send(lane, runtime.rank, epoch, counts), put)
@@ -149,7 +149,7 @@ def receive(
     layout, bank = runtime.layout, lane.bank(epoch)
     counts = runtime.run("dispatch receive", protocol.receive(lane, runtime.rank, epoch, runtime.num_ranks))
     headers = [layout.dispatch_header(bank, writer) for writer in range(runtime.num_ranks)]
-    needs_grad = runtime.check_headers("dispatch", counts, headers, settings)
+    needs_grad = runtime.check_headers("dispatch", epoch, counts, headers, settings)
     present = np.array([counts.get(peer, 0) for peer in range(runtime.num_ranks)])
     if known is None:
         offsets = np.concatenate([[0], np.cumsum(present)])

@@ -6,6 +6,7 @@ writes is decided by the caller of the half, `dispatch.py` or `combine.py` of th
 
 from __future__ import annotations
 
+import struct
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,15 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from expertwire.errors import BufferClosed, GroupMismatch, MissedSignal, PeerLost, PeerRefused, PeerTimeout
+from expertwire.errors import (
+    BufferClosed,
+    GroupMismatch,
+    MissedSignal,
+    PeerLost,
+    PeerRefused,
+    PeerTimeout,
+    TransportBroken,
+)
 from expertwire.host.kernels import Array, Kernels
 from expertwire.layouts.window import GUARD_BYTES, HEADER_BYTES, WindowLayout
 from expertwire.ordering.operations import Load, PutSignal, Region, Signal, Wait, Word
@@ -27,6 +36,8 @@ _FIRST_PATIENCE = (200, 200, 10)
 _PATIENCE = (0, 0, 100)
 # More than a rank's share of a last-level cache: such rows have left it before anybody reads them.
 _STREAM_FROM_BYTES = 4 << 20
+
+_HEADER_PREFIX = struct.Struct("<qH?")  # epoch, bytes of text, needs_grad
 
 Segments = list[tuple[Array, int]]  # (byte offsets in the reader's window, bytes at each of them)
 Put = Callable[[int, Region, int], Segments]
@@ -214,22 +225,34 @@ class HostRuntime:
 
     # -- headers -------------------------------------------------------------------------------------------------
 
-    def write_header(self, peer: int, offset: int, header: Header) -> tuple[Array, int]:
+    def write_header(self, peer: int, offset: int, epoch: int, header: Header) -> tuple[Array, int]:
         """Describe a put in front of its rows: how the writer understood this call, or why it refused it. Returns the
         segment."""
-        raw = bytes([header.needs_grad]) + header.text.encode()[: HEADER_BYTES - 3]
-        raw = len(raw).to_bytes(2, "little") + raw
+        text = header.text.encode()[: HEADER_BYTES - _HEADER_PREFIX.size]
+        raw = _HEADER_PREFIX.pack(epoch, len(text), header.needs_grad) + text
         self.transport.windows[peer][offset : offset + len(raw)] = np.frombuffer(raw, np.uint8)
         return np.array([offset]), len(raw)
 
-    def read_header(self, offset: int) -> Header:
+    def read_header(self, offset: int) -> tuple[int, Header]:
         raw = self.own[offset : offset + HEADER_BYTES].tobytes()
-        end = 2 + int.from_bytes(raw[:2], "little")
-        return Header(raw[3:end].decode(errors="replace"), bool(raw[2]))
+        epoch, length, needs_grad = _HEADER_PREFIX.unpack_from(raw)
+        text = raw[_HEADER_PREFIX.size : _HEADER_PREFIX.size + length].decode(errors="replace")
+        return epoch, Header(text, needs_grad)
 
-    def check_headers(self, phase: str, counts: dict[int, int], offsets: Sequence[int], expected: str) -> bool:
+    def check_headers(
+        self, phase: str, epoch: int, counts: dict[int, int], offsets: Sequence[int], expected: str
+    ) -> bool:
         """Raise if a peer refused this step, or called it with other settings. True if any rank needs gradients."""
-        headers = {peer: self.read_header(offsets[peer]) for peer in counts}
+        headers = {}
+        for peer in counts:
+            seen, headers[peer] = self.read_header(offsets[peer])
+            if seen != epoch:
+                there = f"of {phase} {seen}" if seen else "from before the first call"
+                raise TransportBroken(
+                    f"rank {self.rank}: rank {peer} has signalled {phase} {epoch}, but the header of its rows is {there}: "
+                    "this transport lets a signal overtake its data",
+                    [peer],
+                )
         refused = [peer for peer, count in counts.items() if count == REFUSED]
         if refused:
             reasons = "; ".join(headers[peer].text for peer in refused)

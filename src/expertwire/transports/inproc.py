@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -11,11 +12,27 @@ from expertwire.errors import PeerLost, WorldAborted
 from expertwire.transports.base import Bootstrap, Transport
 
 
+class Turns(Protocol):
+    """What a simulated network needs of the ranks' threads: one runs at a time (`transports.schedule`)."""
+
+    def join(self, rank: int) -> None: ...
+
+    def leave(self, rank: int) -> None: ...
+
+    def stop(self, rank: int, ready: Callable[[], bool]) -> bool: ...
+
+
+class SimulatedNetwork(Protocol):
+    @property
+    def turns(self) -> Turns: ...
+
+
 class Crew:
     """The shared state of the ranks of one `World.run`."""
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, num_ranks: int, fabric: SimulatedNetwork | None = None) -> None:
         self.num_ranks = num_ranks
+        self.fabric = fabric
         self.running = [True] * num_ranks
         self.failure: tuple[int, BaseException] | None = None
         self._changed = threading.Condition()
@@ -45,13 +62,22 @@ class Crew:
                 self._result, self._slots = self._slots, [None] * self.num_ranks
                 self._arrived, self._round = 0, mine + 1
                 self._changed.notify_all()
-            while self._round == mine:
-                self.raise_if_aborted(rank)
-                gone = [r for r, running in enumerate(self.running) if not running]
-                if gone:
-                    raise PeerLost(rank, "all_gather", [], 0.0, f"Rank(s) {gone} of this World have already returned.")
+        while self._round == mine:
+            self.raise_if_aborted(rank)
+            gone = [r for r, running in enumerate(self.running) if not running]
+            if gone:
+                raise PeerLost(rank, "all_gather", [], 0.0, f"Rank(s) {gone} of this World have already returned.")
+            self._pause(rank, mine)
+        return list(self._result)
+
+    def _pause(self, rank: int, round_: int) -> None:
+        """Wait until the round is over, or something else has changed."""
+        if self.fabric is not None:
+            self.fabric.turns.stop(rank, lambda: self._round != round_ or self.failure is not None)
+            return
+        with self._changed:
+            if self._round == round_:
                 self._changed.wait(timeout=1.0)
-            return list(self._result)
 
 
 class Rank:
