@@ -1,0 +1,244 @@
+"""The kernels without numba: numpy, torch and ctypes. The same bits as `host.compiled`, on any machine, but slower.
+
+`host.rows`, `host.quantize`, `host.logfmt` and `host.memory` document each function. Words need loads that acquire and
+stores that release: libatomic has them; without it an aligned 8-byte access is one on x86-64, and elsewhere nothing in
+Python is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from expertwire.errors import TransportUnavailable
+from expertwire.formats import FP8Block, LogFMT10
+
+Array = NDArray[Any]
+_ACQUIRE, _RELEASE = 2, 3
+_MOST_SPINS = 5
+_ROWS_AT_A_TIME = 64
+
+
+def _word_access() -> tuple[Callable[[int], int], Callable[[int, int], None]]:
+    """How to load a word with acquire and store one with release here."""
+    try:
+        atomic = ctypes.CDLL("libatomic.so.1")
+    except OSError:
+        if platform.machine() not in ("x86_64", "AMD64"):
+            raise TransportUnavailable(
+                f"engine='torch' needs libatomic on {platform.machine()}: install the system's libatomic1, "
+                "or numba with pip install 'expertwire[cpu]'"
+            ) from None
+
+        def store_plain(address: int, word: int) -> None:
+            ctypes.c_int64.from_address(address).value = word
+
+        return lambda address: ctypes.c_int64.from_address(address).value, store_plain
+    load, store = atomic.__atomic_load_8, atomic.__atomic_store_8
+    load.argtypes, load.restype = [ctypes.c_void_p, ctypes.c_int], ctypes.c_int64
+    store.argtypes, store.restype = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int], None
+    return lambda address: int(load(address, _ACQUIRE)), lambda address, word: store(address, word, _RELEASE)
+
+
+_load, _store = _word_access()
+_sched_yield = ctypes.CDLL(None).sched_yield  # unlike os.sched_yield in some versions, lets other threads run Python
+
+
+def read_word(address: int) -> int:
+    return _load(address)
+
+
+def publish(address: int, word: int) -> None:
+    _store(address, word)
+
+
+def wait_word(address: int, word: int, spins: int, yields: int, naps: int) -> int:
+    """As `memory.wait_word`, with few spins: each costs more than the pause of a compiled one."""
+    spins = min(spins, _MOST_SPINS)
+    for i in range(spins + yields + naps):
+        seen = _load(address)
+        if seen >= word:
+            return seen
+        if i >= spins + yields:
+            time.sleep(50e-6)
+        elif i >= spins:
+            _sched_yield()
+    return _load(address)
+
+
+def _bytes_at(address: int, num_bytes: int) -> Array:
+    """uint8 [num_bytes] over the memory itself."""
+    if num_bytes == 0:
+        return np.empty(0, np.uint8)
+    return np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(address))
+
+
+def _rows_at(address: int, num_rows: int, row_bytes: int, dtype: torch.dtype) -> torch.Tensor:
+    """[num_rows, row_bytes / itemsize] over the memory itself."""
+    return torch.from_numpy(_bytes_at(address, num_rows * row_bytes)).view(num_rows, row_bytes).view(dtype)
+
+
+def _fields_at(records: int, num_rows: int, stride: int, at: int, count: int, dtype: type) -> Array:
+    """[num_rows, count] over `count` numbers at byte `at` of every record."""
+    memory = _bytes_at(records, num_rows * stride)
+    return np.ndarray((num_rows, count), dtype, buffer=memory, offset=at if num_rows else 0, strides=(stride, 4))
+
+
+def _quiet(rows: torch.Tensor) -> torch.Tensor:
+    """Every NaN as 0x7fc0; torch's casts leave different ones."""
+    return rows.masked_fill_(rows.isnan(), torch.nan)
+
+
+def route(
+    topk_idx: Array, expert_rank: Array, expert_local: Array, num_ranks: int, distinct: bool
+) -> tuple[Array, Array, Array, Array, Array, int]:
+    is_repeat = _repeats(topk_idx) & distinct
+    valid = (topk_idx >= 0) & (topk_idx < expert_rank.size) & ~is_repeat
+    expert = np.where(valid, topk_idx, 0)
+    slot_rank = np.where(valid, expert_rank[expert], -1).astype(np.int32)
+    slot_local = np.where(valid, expert_local[expert], -1).astype(np.int32)
+    is_last = valid & ~_named_before(slot_rank[:, ::-1])[:, ::-1]
+    goes = np.zeros((num_ranks, len(topk_idx)), np.bool_)
+    token, slot = np.nonzero(valid)
+    goes[slot_rank[token, slot], token] = True
+    offsets = np.concatenate([[0], np.cumsum(goes.sum(axis=1))]).astype(np.int64)
+    return slot_rank, slot_local, is_last, offsets, np.nonzero(goes)[1].astype(np.int32), int(is_repeat.sum())
+
+
+def _named_before(ids: Array) -> Array:
+    """Which entries [n, K] equal an earlier one of their row."""
+    earlier = np.tri(ids.shape[1], k=-1, dtype=np.bool_)
+    named: Array = ((ids[:, :, None] == ids[:, None, :]) & earlier).any(axis=2)
+    return named
+
+
+def _repeats(topk_idx: Array) -> Array:
+    return _named_before(topk_idx) & (topk_idx >= 0)
+
+
+def _first(found: Array) -> tuple[int, int]:
+    if not found.any():
+        return -1, -1
+    token, slot = divmod(int(found.argmax()), found.shape[1])
+    return token, slot
+
+
+def first_illegal(topk_idx: Array, num_experts: int) -> tuple[int, int]:
+    return _first((topk_idx < -1) | (topk_idx >= num_experts))
+
+
+def first_repeat(topk_idx: Array) -> tuple[int, int]:
+    return _first(_repeats(topk_idx))
+
+
+def move_rows(source: Array, destination: Array, num_bytes: int, stream: bool = False) -> None:
+    for from_, to in zip(source.tolist(), destination.tolist(), strict=True):
+        ctypes.memmove(to, from_, num_bytes)
+
+
+def write_routing(
+    records: int, stride: int, topk_at: int, weights_at: int, token_at: int,
+    tokens: Array, rank: int, slot_rank: Array, slot_local: Array, weights: Array,
+) -> None:  # fmt: skip
+    num_rows, num_topk = tokens.size, slot_rank.shape[1]
+    here = slot_rank[tokens] == rank
+    _fields_at(records, num_rows, stride, topk_at, num_topk, np.int32)[:] = np.where(here, slot_local[tokens], -1)
+    _fields_at(records, num_rows, stride, weights_at, num_topk, np.float32)[:] = np.where(here, weights[tokens], 0)
+    _fields_at(records, num_rows, stride, token_at, 1, np.int32)[:, 0] = tokens
+
+
+def read_routing(
+    records: int, stride: int, topk_at: int, weights_at: int, token_at: int,
+    topk_idx: Array, weights: Array, tokens: Array,
+) -> None:  # fmt: skip
+    num_rows, num_topk = topk_idx.shape
+    topk_idx[:] = _fields_at(records, num_rows, stride, topk_at, num_topk, np.int32)
+    weights[:] = _fields_at(records, num_rows, stride, weights_at, num_topk, np.float32)
+    tokens[:] = _fields_at(records, num_rows, stride, token_at, 1, np.int32)[:, 0]
+
+
+def count_experts(topk_idx: Array, num_local_experts: int) -> Array:
+    return np.bincount(topk_idx[topk_idx >= 0], minlength=num_local_experts).astype(np.int32)
+
+
+def place_experts(topk_idx: Array, offsets: Array) -> Array:
+    rows = np.full(topk_idx.size, -1, np.int64)
+    flat = topk_idx.reshape(-1)
+    order = np.argsort(flat, kind="stable")[(flat < 0).sum() :]
+    expert = flat[order]
+    rows[order] = offsets[expert] + np.arange(expert.size) - np.searchsorted(expert, expert)
+    return rows.reshape(topk_idx.shape)
+
+
+def reduce_rows(
+    operands: Array, is_float32: bool, weights: Array, weighted: bool, biases: Array, out: Array, hidden: int,
+    stream: bool = False,
+) -> None:  # fmt: skip
+    dtype = torch.float32 if is_float32 else torch.bfloat16
+    for first in range(0, out.size, _ROWS_AT_A_TIME):
+        part = slice(first, first + _ROWS_AT_A_TIME)
+        total = torch.zeros(out[part].size, hidden)
+        for bias in biases:
+            total += _gathered(bias[part], hidden, torch.bfloat16)
+        for k in range(operands.shape[1]):
+            (present,) = np.nonzero(operands[part, k])
+            rows = _gathered(operands[part, k][present], hidden, dtype)
+            if weighted:
+                rows *= torch.from_numpy(weights[part, k][present]).unsqueeze(1)
+            total[present] += rows
+        rounded = _quiet(total.bfloat16())
+        move_rows(_addresses(rounded), out[part], 2 * hidden)
+
+
+def _addresses(rows: torch.Tensor) -> Array:
+    return rows.data_ptr() + rows.shape[1] * rows.element_size() * np.arange(rows.shape[0], dtype=np.int64)
+
+
+def _gathered(addresses: Array, hidden: int, dtype: torch.dtype) -> torch.Tensor:
+    """Copies of the rows at these addresses, float32 [n, hidden]."""
+    rows = torch.empty(addresses.size, hidden, dtype=dtype)
+    move_rows(addresses, _addresses(rows), rows.element_size() * hidden)
+    return rows.float()
+
+
+def encode_fp8(
+    x: int, num_rows: int, hidden: int, block: int, packed: bool, payload: int, sf: int, sf_stride: int
+) -> None:
+    wire = FP8Block(block=block, scale="ue8m0" if packed else "float32")
+    codes, scales = wire.encode(_rows_at(x, num_rows, 2 * hidden, torch.bfloat16))
+    _rows_at(payload, num_rows, hidden, torch.uint8).copy_(codes.view(torch.uint8))
+    rows = _rows_at(sf, num_rows, sf_stride, torch.uint8)
+    rows[:, : wire.sf_bytes(hidden)] = scales.contiguous().view(torch.uint8)
+    if packed:
+        rows[:, wire.sf_bytes(hidden) :] = 0
+
+
+def decode_fp8(
+    payload: int, sf: int, num_rows: int, hidden: int, block: int, packed: bool, sf_stride: int, out: int
+) -> None:
+    wire = FP8Block(block=block, scale="ue8m0" if packed else "float32")
+    codes = _rows_at(payload, num_rows, hidden, torch.float8_e4m3fn)
+    scales = _rows_at(sf, num_rows, sf_stride, torch.uint8)[:, : wire.sf_bytes(hidden)].contiguous()
+    x = wire.decode_bfloat16(codes, scales.view(wire.sf_dtype), hidden)
+    _rows_at(out, num_rows, 2 * hidden, torch.bfloat16).copy_(_quiet(x))
+
+
+def encode_logfmt(x: int, num_rows: int, hidden: int, payload: int, sf: int) -> None:
+    wire = LogFMT10()
+    octets, limits = wire.encode(_rows_at(x, num_rows, 2 * hidden, torch.bfloat16))
+    _rows_at(payload, num_rows, wire.payload_bytes(hidden), torch.uint8).copy_(octets)
+    _rows_at(sf, num_rows, wire.sf_bytes(hidden), torch.bfloat16).copy_(limits)
+
+
+def decode_logfmt(payload: int, sf: int, num_rows: int, hidden: int, out: int) -> None:
+    wire = LogFMT10()
+    octets = _rows_at(payload, num_rows, wire.payload_bytes(hidden), torch.uint8)
+    limits = _rows_at(sf, num_rows, wire.sf_bytes(hidden), torch.bfloat16)
+    _rows_at(out, num_rows, 4 * hidden, torch.float32).copy_(wire.decode_float32(octets, limits, hidden))
