@@ -21,7 +21,6 @@ from expertwire.kernels.memory import exchange_release, pack_word, ticket_acq_re
 from expertwire.kernels.routing import (
     COUNTS,
     DONE,
-    HOME_LOCAL,
     HOME_RANK,
     WHERE_RANK,
     await_peers,
@@ -59,8 +58,8 @@ def _add_blocks(
 
 @triton.jit
 def _first_rows(
-    counts, by_owner, owner_start, first_rows, scratch, expert_counts, padded_counts, offsets, rank, room, alignment,
-    E: tl.constexpr, EXPERTS: tl.constexpr, R: tl.constexpr, LAYOUT: tl.constexpr,
+    counts, home, by_owner, owner_start, first_rows, scratch, expert_counts, padded_counts, offsets, rank, room,
+    alignment, E: tl.constexpr, EXPERTS: tl.constexpr, R: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
     """first_rows [E]: this rank's first row of each expert, and what this rank receives per local expert.
 
@@ -87,19 +86,11 @@ def _first_rows(
         group = running - tl.load(scratch + start, mask=mask, other=0)
     if LAYOUT != COMPACT:
         tl.store(first_rows + expert, group + before, mask=mask)
-    mine = mask & (tl.load(scratch + EXPERTS + expert, mask=mask, other=-1) == rank)
+    mine = mask & ((tl.load(home + expert, mask=mask, other=-1) >> HOME_RANK) == rank)
     local = position - start
     tl.store(expert_counts + local, total, mask=mine)
     tl.store(padded_counts + local, padded, mask=mine)
     tl.store(offsets + local + 1, group + padded, mask=mine)
-
-
-@triton.jit
-def _own_ranks(home, scratch, E: tl.constexpr, EXPERTS: tl.constexpr):
-    """The owner of every expert, behind the scratch of the running sums."""
-    expert = tl.arange(0, EXPERTS)
-    owner = tl.load(home + expert, mask=expert < E, other=-1) >> HOME_RANK
-    tl.store(scratch + EXPERTS + expert, owner)
 
 
 @triton.jit(do_not_specialize=["rank", "num_tokens", "num_blocks", "spin_limit", "room", "alignment"])
@@ -134,7 +125,6 @@ def plan_count(
         if R > 1:
             await_peers(word_bases, DONE, epoch - 1, rank, status, spin_limit, R, RANKS)
         _add_blocks(block_counts, totals, count_bases, rank, num_blocks, R, width, BLOCKS, COLUMNS)
-        _own_ranks(home, scratch, E, EXPERTS)
         tl.debug_barrier()
         if R > 1:
             pointers, peers, mask = words_to(word_bases, COUNTS, rank, R, RANKS)
@@ -143,7 +133,7 @@ def plan_count(
             await_peers(word_bases, COUNTS, epoch, rank, status, spin_limit, R, RANKS)
         counts = tl.load(count_bases + rank).to(tl.pointer_type(tl.int32))
         _first_rows(
-            counts, by_owner, owner_start, first_rows, scratch, expert_counts, padded_counts, offsets, rank, room,
+            counts, home, by_owner, owner_start, first_rows, scratch, expert_counts, padded_counts, offsets, rank, room,
             alignment, E, EXPERTS, R, LAYOUT,
         )  # fmt: skip
         source = tl.arange(0, RANKS)

@@ -1,0 +1,95 @@
+"""Device memory that the kernels of all ranks can address: `allocate` is collective and returns everybody's address."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from expertwire.transports.base import Bootstrap
+
+
+class DeviceMemory(Protocol):
+    """`name`, `mechanism` and `profile` as in `transports.base.Transport`."""
+
+    name: str
+    rank: int
+    num_ranks: int
+    device: torch.device
+
+    def allocate(self, num_bytes: int) -> tuple[torch.Tensor, list[int]]:
+        """Zeroed uint8 memory of this rank, and the address at which this process sees every rank's. Collective."""
+        ...
+
+    def addresses(self, own: torch.Tensor) -> list[int] | None:
+        """Every rank's address of a tensor that it passes here, or None where only `allocate` makes shared memory."""
+        ...
+
+    def all_gather(self, value: object) -> list[Any]: ...
+
+    def close(self) -> None: ...
+
+
+class InprocDevice:
+    """Ranks as threads of one process on one device: every address is everybody's."""
+
+    name = "inproc"
+    mechanism = "stores, block barrier, release at sys scope; ld.acquire.sys"
+    profile = "ptx"
+
+    def __init__(self, group: Bootstrap, device: torch.device) -> None:
+        self.rank, self.num_ranks, self.device = group.rank, group.num_ranks, device
+        self._group = group
+        self._kept: list[Any] = []
+
+    def allocate(self, num_bytes: int) -> tuple[torch.Tensor, list[int]]:
+        own = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        everyone = self._group.all_gather(own)
+        self._kept.append(everyone)
+        return own, [t.data_ptr() for t in everyone]
+
+    def addresses(self, own: torch.Tensor) -> list[int] | None:
+        return [t.data_ptr() for t in self._group.all_gather(own)]
+
+    def all_gather(self, value: object) -> list[Any]:
+        return self._group.all_gather(value)
+
+    def close(self) -> None:
+        self._kept = []
+
+
+class CudaIpc:
+    """Processes of one host, on one device or on devices with peer access: memory mapped through CUDA IPC."""
+
+    name = "cuda_ipc"
+    mechanism = "stores, block barrier, release at sys scope; ld.acquire.sys"
+    profile = "ptx"
+
+    def __init__(self, group: Bootstrap, device: torch.device) -> None:
+        self.rank, self.num_ranks, self.device = group.rank, group.num_ranks, device
+        self._group = group
+        self._kept: list[Any] = []
+
+    def allocate(self, num_bytes: int) -> tuple[torch.Tensor, list[int]]:
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        own = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
+        torch.cuda.synchronize(self.device)
+        recipes = self._group.all_gather(reduce_tensor(own))
+        everyone = []
+        for peer, (rebuild, arguments) in enumerate(recipes):
+            everyone.append(own if peer == self.rank else rebuild(*arguments))
+        self._group.all_gather(None)  # nobody frees before everybody has mapped
+        self._kept.append(everyone)
+        return own, [t.data_ptr() for t in everyone]
+
+    def addresses(self, own: torch.Tensor) -> list[int] | None:
+        return None
+
+    def all_gather(self, value: object) -> list[Any]:
+        return self._group.all_gather(value)
+
+    def close(self) -> None:
+        self._kept = []

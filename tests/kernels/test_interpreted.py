@@ -1,0 +1,35 @@
+"""Triton kernels through the interpreter, one process per rank, bit for bit against the oracle."""
+
+import importlib.util
+
+import pytest
+from interpreted import Case, run
+
+from expertwire.layouts.receive import Layout
+from expertwire.testing import Processes
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+SLOTS, MAJOR, COMPACT = Layout.EXPERT_SLOTS, Layout.EXPERT_MAJOR, Layout.COMPACT
+CASES = [
+    Case(SLOTS, "fp8", fused=True),
+    Case(SLOTS, "bf16", fused=True, deferred=True, routing="repeats"),
+    Case(SLOTS, "ue8m0", fused=True, num_ranks=1, hidden=384, routing="special"),
+    Case(SLOTS, "fp8", fused=False, routing="repeats"),
+    Case(COMPACT, "bf16", deferred=True),
+    Case(COMPACT, "fp8", routing="repeats", hidden=136, num_topk=4),
+    Case(MAJOR, "ue8m0", alignment=4, routing="special"),
+    Case(MAJOR, "fp8_b32", num_ranks=1, num_topk=1, num_experts=1),
+]
+
+
+@pytest.fixture(scope="module")
+def processes():
+    with Processes(2) as crew:
+        yield crew
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_kernels_equal_the_oracle(processes, case):
+    wrong = processes.run(run, case, num_ranks=case.num_ranks, timeout_s=120)
+    assert not [line for lines in wrong for line in lines]
