@@ -99,7 +99,7 @@ def _quiet(rows: torch.Tensor) -> torch.Tensor:
 def route(
     topk_idx: Array, expert_rank: Array, expert_local: Array, num_ranks: int, distinct: bool
 ) -> tuple[Array, Array, Array, Array, Array, int]:
-    is_repeat = _repeats(topk_idx) & distinct
+    is_repeat = _repeats(topk_idx) & (topk_idx < expert_rank.size) & distinct
     valid = (topk_idx >= 0) & (topk_idx < expert_rank.size) & ~is_repeat
     expert = np.where(valid, topk_idx, 0)
     slot_rank = np.where(valid, expert_rank[expert], -1).astype(np.int32)
