@@ -11,7 +11,7 @@ import typer
 
 from expertwire.errors import ExpertWireError
 
-COMMANDS = ("demo", "bench", "check", "litmus", "doctor")
+COMMANDS = ("demo", "bench", "check", "litmus", "soak", "doctor")
 USAGE_EXIT, INTERRUPT_EXIT = 2, 130
 # Typer's own copy of click, or click itself: what every kind of wrong use derives from.
 _WrongUse: type[Any] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")

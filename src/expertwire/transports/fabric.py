@@ -22,6 +22,7 @@ from expertwire.ordering import profiles, signals
 from expertwire.ordering.events import Event, Kind, Numbering, Posted, events_of, peer_of
 from expertwire.ordering.transitions import MODIFY
 from expertwire.ordering.verbs import Action, Arrival, Completion, Loc, OrderPuts, Post, Queue, Quiet, Send, Write
+from expertwire.ordering.words import event_words
 from expertwire.transports.base import Bootstrap, Transport
 from expertwire.transports.inproc import Rank
 from expertwire.transports.schedule import Turns
@@ -171,7 +172,21 @@ class Fabric:
         self._pending.remove(event)
         self._done |= event.bit
         self._take_effect(event)
+        self.turns.log.append((self.turns.time_s, event))
         return True
+
+    def history(self) -> list[str]:
+        """What happened last, in words: events of the network, and which rank went on when."""
+        lines = []
+        for time_s, what in self.turns.log:
+            if isinstance(what, Event):
+                rank, peer, words = event_words(what)
+                lines.append(
+                    f"{time_s:7.2f} s  {rank} -> {peer}: {words}" if peer else f"{time_s:7.2f} s  {rank}: {words}"
+                )
+            else:
+                lines.append(f"{time_s:7.2f} s  rank {what} goes on")
+        return lines
 
     def _may(self, event: Event) -> bool:
         if event.after & ~self._done:

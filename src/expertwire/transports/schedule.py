@@ -10,10 +10,12 @@ from __future__ import annotations
 import random
 import threading
 import zlib
+from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
 TICK_S = 0.25
+LOG_LENGTH = 60
 
 
 class Events(Protocol):
@@ -33,6 +35,7 @@ class Turns:
         self.time_s = 0.0
         self.choices = 0
         self.digest = 0
+        self.log: deque[tuple[float, object]] = deque(maxlen=LOG_LENGTH)
         self._events, self._patience = events, patience
         self._ready: dict[int, Callable[[], bool]] = {}
         self._joined = 0
@@ -84,6 +87,8 @@ class Turns:
             return self._turn(self.random.choice(sorted(self._ready)))
 
     def _turn(self, rank: int) -> None:
+        if rank != self._current:
+            self.log.append((self.time_s, rank))
         self._note(2 + rank)
         self._current = rank
         self._changed.notify_all()
