@@ -1,7 +1,10 @@
 """The test kit's processes: results in order, first failure with its rank, nothing left behind."""
 
 import os
+import select
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -35,6 +38,11 @@ def hang(group):
     threading.Event().wait()
 
 
+def announce_and_hang(group):
+    os.write(1, f"{os.getpid()}\n".encode())
+    threading.Event().wait()
+
+
 def echo(group, *values):
     return values
 
@@ -54,6 +62,13 @@ def is_gone(pid):
 @pytest.fixture(scope="module")
 def processes():
     with Processes(3) as crew:
+        yield crew
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """For tests that end in a failure, after which processes start anew."""
+    with Processes(2) as crew:
         yield crew
 
 
@@ -79,38 +94,38 @@ def test_tensors_travel_by_value(processes, dtype):
     assert_equal(empty, values[:0])
 
 
-def test_what_cannot_be_carried_over_is_an_error(processes):
+def test_what_cannot_be_carried_over_is_an_error(pair):
     with pytest.raises(RankError, match="cannot be carried over"):
-        processes.run(unpicklable)
-    assert processes.run(describe, 1)[2][:3] == (2, 3, 6)  # started anew
+        pair.run(unpicklable)
+    assert pair.run(describe, 1)[1][:3] == (1, 2, 3)  # started anew
 
 
-def test_the_first_failure_is_raised_with_its_rank_and_ends_the_others(processes):
-    processes.run(describe, 1)
-    pids = processes.pids
+def test_the_first_failure_is_raised_with_its_rank_and_ends_the_others(pair):
+    pair.run(describe, 1)
+    pids = pair.pids
     with pytest.raises(PeerTimeout, match=r"rank 1 waited 2\.0 s in phase 'dispatch receive'") as caught:
-        processes.run(fail_on_one)
+        pair.run(fail_on_one)
     assert caught.value.peers == (0,)
     assert caught.value.missed[0].expected_epoch == 3
-    assert "raised on rank 1 of 3" in caught.value.__notes__
+    assert "raised on rank 1 of 2" in caught.value.__notes__
     assert any("fail_on_one" in note for note in caught.value.__notes__)
     assert all(is_gone(pid) for pid in pids)
 
 
-def test_outcomes_tell_how_each_rank_ended(processes):
-    outcomes = processes.outcomes(die_on_one)
-    assert [o.rank for o in outcomes] == [0, 1, 2]
-    assert [o.ok for o in outcomes] == [True, False, True]
+def test_outcomes_tell_how_each_rank_ended(pair):
+    outcomes = pair.outcomes(die_on_one)
+    assert [o.rank for o in outcomes] == [0, 1]
+    assert [o.ok for o in outcomes] == [True, False]
     assert (outcomes[0].value, outcomes[1].exit_code) == ("alive", -signal.SIGKILL)
     with pytest.raises(RankError, match="rank 1"):
-        processes.run(die_on_one)
+        pair.run(die_on_one)
 
 
-def test_a_hang_ends_in_time(processes):
-    processes.run(describe, 1)
-    pids = processes.pids
+def test_a_hang_ends_in_time(pair):
+    pair.run(describe, 1)
+    pids = pair.pids
     with pytest.raises(TimeoutError, match=r"rank\(s\) \[0, 1\] did not end within 0\.2 s"):
-        processes.run(hang, num_ranks=2, timeout_s=0.2)
+        pair.run(hang, timeout_s=0.2)
     assert all(is_gone(pid) for pid in pids)
 
 
@@ -118,3 +133,15 @@ def test_run_processes_leaves_nothing():
     ((_, world_size, _, pid),) = run_processes(1, describe, 1)
     assert world_size == 1
     assert is_gone(pid)
+
+
+def test_processes_end_when_their_parent_is_killed():
+    script = "import test_kit_ranks as t; t.Processes(1).run(t.announce_and_hang)"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen([sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE) as parent:
+        process = os.pidfd_open(int(parent.stdout.readline()))
+        parent.kill()
+    ended = select.poll()
+    ended.register(process, select.POLLIN)
+    assert ended.poll(20_000)
+    os.close(process)

@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import signal
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -63,7 +64,8 @@ class Processes:
             processes.run(fn, 1, 2)                     # fn(group, 1, 2) on ranks 0..3
             processes.run(fn, 1, 2, num_ranks=2)        # on ranks 0 and 1, with a group of two
 
-    They start with the first call. After a failure they are killed, and the next call starts new ones.
+    They start with the first call. After a failure they are killed, and the next call starts new ones. They end with
+    this process, however it ends.
     """
 
     def __init__(self, max_ranks: int, *, start_timeout_s: float = 120.0) -> None:
@@ -198,12 +200,13 @@ class Processes:
 def _serve(pipe: Connection, rank: int, max_ranks: int, store_path: str) -> None:
     """Body of a rank's process: answer calls until the pipe is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     try:
         store = dist.FileStore(store_path, max_ranks)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=rank, world_size=max_ranks, timeout=timedelta(seconds=120))
-        groups = {n: dist.new_group(range(n)) if n < max_ranks else dist.group.WORLD for n in range(1, max_ranks + 1)}
+        groups = {max_ranks: dist.group.WORLD}
     except BaseException as error:  # noqa: BLE001  # carried over to the parent
         pipe.send_bytes(_answer(rank, None, error))
         return
@@ -216,10 +219,19 @@ def _serve(pipe: Connection, rank: int, max_ranks: int, store_path: str) -> None
         value, failure = None, None
         try:
             num_ranks, fn, args = _loads(message)
+            if num_ranks not in groups:
+                groups[num_ranks] = dist.new_group(range(num_ranks), use_local_synchronization=True)
             value = fn(groups[num_ranks], *args)
         except BaseException as error:  # noqa: BLE001  # carried over to the parent
             failure = error
         pipe.send_bytes(_answer(rank, value, failure))
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _dumps(value: Any) -> bytes:
