@@ -1,0 +1,229 @@
+"""Routing, moving, placing and reducing rows: hand examples and a second definition, on both engines."""
+
+import numpy as np
+import pytest
+import torch
+from host_calls import ENGINES, HIDDENS, addresses, assert_same, mixed, normal, read_routing, reduce_rows, write_routing
+
+from expertwire.host import kernels
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request):
+    return kernels.load(request.param)
+
+
+def ids(rows):
+    return np.array(rows, np.int64)
+
+
+def route(engine, topk_idx, expert_rank=(0, 0, 1, 1), expert_local=(0, 1, 0, 1), num_ranks=2, distinct=False):
+    as_int32 = [np.array(table, np.int32) for table in (expert_rank, expert_local)]
+    return [part.tolist() if isinstance(part, np.ndarray) else part
+            for part in engine.route(ids(topk_idx), *as_int32, num_ranks, distinct)]  # fmt: skip
+
+
+def test_route_docstring_example(engine):
+    slot_rank, slot_local, is_last, offsets, tokens, repeats = route(engine, [[0, 2], [1, 0], [-1, 3]])
+    assert slot_rank == [[0, 1], [0, 0], [-1, 1]]
+    assert slot_local == [[0, 0], [1, 0], [-1, 1]]
+    assert is_last == [[True, True], [False, True], [False, True]]
+    assert (offsets, tokens, repeats) == ([0, 2, 4], [0, 1, 0, 2], 0)
+
+
+def test_route_with_repeats_and_a_rank_without_experts(engine):
+    topk_idx = [[2, 2, 0], [0, -1, 0], [-1, -1, -1]]
+    slot_rank, slot_local, is_last, offsets, tokens, repeats = route(engine, topk_idx, (0, 0, 2), (0, 1, 0), 3)
+    assert slot_rank == [[2, 2, 0], [0, -1, 0], [-1, -1, -1]]
+    assert is_last == [[False, True, True], [False, False, True], [False] * 3]
+    assert (offsets, tokens, repeats) == ([0, 2, 2, 3], [0, 1, 0], 0)
+    slot_rank, slot_local, is_last, offsets, tokens, repeats = route(engine, topk_idx, (0, 0, 2), (0, 1, 0), 3, True)
+    assert slot_rank == [[2, -1, 0], [0, -1, -1], [-1, -1, -1]]
+    assert slot_local == [[0, -1, 0], [0, -1, -1], [-1, -1, -1]]
+    assert is_last == [[True, False, True], [True, False, False], [False] * 3]
+    assert (offsets, tokens, repeats) == ([0, 2, 2, 3], [0, 1, 0], 2)
+
+
+def test_route_of_no_tokens(engine):
+    slot_rank, _, _, offsets, tokens, repeats = engine.route(
+        np.empty((0, 4), np.int64), np.zeros(3, np.int32), np.arange(3, dtype=np.int32), 2, True
+    )
+    assert slot_rank.shape == (0, 4)
+    assert (offsets.tolist(), tokens.tolist(), repeats) == ([0, 0, 0], [], 0)
+
+
+def test_types_of_a_route(engine):
+    parts = engine.route(ids([[0, 1]]), np.zeros(2, np.int32), np.arange(2, dtype=np.int32), 1, False)
+    assert [p.dtype for p in parts[:5]] == [np.int32, np.int32, np.bool_, np.int64, np.int32]
+
+
+def test_first_illegal_and_first_repeat(engine):
+    assert engine.first_illegal(ids([[0, 3], [-1, 2]]), 4) == (-1, -1)
+    assert engine.first_illegal(ids([[0, 3], [-1, 4], [-2, 0]]), 4) == (1, 1)
+    assert engine.first_illegal(ids([[0, 3], [-2, 0]]), 4) == (1, 0)
+    assert engine.first_illegal(np.empty((0, 2), np.int64), 4) == (-1, -1)
+    assert engine.first_repeat(ids([[0, 1, -1, -1], [1, 0, 2, -1]])) == (-1, -1)
+    assert engine.first_repeat(ids([[0, 1, -1], [2, -1, 2], [1, 1, 1]])) == (1, 2)
+    assert engine.first_repeat(np.empty((0, 2), np.int64)) == (-1, -1)
+
+
+def test_place_experts_docstring_example(engine):
+    topk_idx, offsets = np.array([[0, 1], [1, -1], [0, 0]], np.int32), ids([0, 4, 8])
+    assert engine.place_experts(topk_idx, offsets).tolist() == [[0, 4], [5, -1], [1, 2]]
+    counts = engine.count_experts(topk_idx, 3)
+    assert (counts.tolist(), counts.dtype) == ([3, 2, 0], np.int32)
+
+
+def test_place_experts_of_no_rows(engine):
+    nothing = np.empty((0, 8), np.int32)
+    assert engine.place_experts(nothing, ids([0, 4])).shape == (0, 8)
+    assert engine.count_experts(nothing, 2).tolist() == [0, 0]
+    assert engine.place_experts(np.full((2, 2), -1, np.int32), ids([0, 4])).tolist() == [[-1, -1], [-1, -1]]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("num_bytes", [1, 4, 63, 64, 200, 14336])
+@pytest.mark.parametrize("offset", [0, 5])
+def test_move_rows_touches_its_bytes_only(engine, num_bytes, offset, stream):
+    source = torch.randint(0, 255, (5, num_bytes), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    room = torch.full((7, num_bytes + 128), 255, dtype=torch.uint8)
+    places = (addresses(room) + 63 & ~63) + offset
+    engine.move_rows(addresses(source)[[4, 0, 2]], places[[1, 3, 6]], num_bytes, stream)
+    expected = torch.full_like(room, 255)
+    for row, place in ((4, 1), (0, 3), (2, 6)):
+        at = int(places[place] - addresses(room)[place])
+        expected[place, at : at + num_bytes] = source[row]
+    assert torch.equal(room, expected)
+    engine.move_rows(np.empty(0, np.int64), np.empty(0, np.int64), num_bytes, stream)
+
+
+def test_routing_of_records(engine):
+    """Records of 40 bytes: ids at 4, weights at 16, the token at 28; tokens 2 and 0 go to rank 1."""
+    slot_rank = np.array([[1, 0, 1], [0, 0, 0], [-1, 1, 0]], np.int32)
+    slot_local = np.array([[5, 6, 7], [1, 2, 3], [-1, 4, 0]], np.int32)
+    weights = np.array([[0.5, 0.25, 2.0], [1.0, 1.0, 1.0], [3.0, 4.0, 5.0]], np.float32)
+    tokens = np.array([2, 0], np.int32)
+    records = write_routing(engine, 3, 40, (4, 16, 28), tokens, 1, slot_rank, slot_local, weights)
+    words = records.view(torch.int32)
+    assert words[:2, 1:4].tolist() == [[-1, 4, -1], [5, -1, 7]]
+    assert words[:2, 4:7].clone().view(torch.float32).tolist() == [[0.0, 4.0, 0.0], [0.5, 0.0, 2.0]]
+    assert words[:2, 7].tolist() == [2, 0]
+    for column in (0, 8, 9):
+        assert (words[:, column] == 0x07070707).all()
+    assert (words[2] == 0x07070707).all()
+    topk_idx, shares, read_tokens = read_routing(engine, records[:2], (4, 16, 28), 3)
+    assert topk_idx.tolist() == [[-1, 4, -1], [5, -1, 7]]
+    assert shares.tolist() == [[0.0, 4.0, 0.0], [0.5, 0.0, 2.0]]
+    assert read_tokens.tolist() == [2, 0]
+    assert read_routing(engine, records[:0], (4, 16, 28), 3)[0].shape == (0, 3)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_place_rows_docstring_example(engine, stream):
+    """Arrival 0 goes to rows 0 and 2, arrival 1 to row 1; arrival 2 is missing, so row 3 is left alone."""
+    arrivals = torch.tensor([[10] * 65, [11] * 65, [12] * 65], dtype=torch.uint8)
+    source = addresses(arrivals)
+    source[2] = 0
+    out = torch.full((4, 65), 7, dtype=torch.uint8)
+    engine.place_rows(source, ids([[0, 2], [1, -1], [-1, 3]]), out.data_ptr(), 65, stream)
+    assert torch.equal(out, torch.tensor([10, 11, 10, 7], dtype=torch.uint8).view(4, 1).expand(4, 65))
+    engine.place_rows(source[:0], ids([[]]).reshape(0, 2), out.data_ptr(), 65, stream)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_scatter_rows_docstring_example(engine, stream):
+    """K = 2: row (token 3, slot 1) is record 7, row (token 0, slot 0) is record 0; a record is wider than its row."""
+    rows = torch.tensor([[10] * 64, [11] * 64], dtype=torch.uint8)
+    first, second = addresses(rows)
+    records = torch.full((8, 72), 7, dtype=torch.uint8)
+    tokens = np.array([3, 0], np.int32)
+    engine.scatter_rows(ids([[0, first], [second, 0]]), tokens, records.data_ptr(), 72, 64, stream)
+    expected = torch.full((8, 72), 7, dtype=torch.uint8)
+    expected[7, :64], expected[0, :64] = 10, 11
+    assert torch.equal(records, expected)
+    engine.scatter_rows(ids([[]]).reshape(0, 2), tokens[:0], records.data_ptr(), 72, 64, stream)
+
+
+def test_outgoing_rows(engine):
+    """Two arrivals came from rank 0, none from rank 1, one from rank 2."""
+    table, counts = engine.outgoing_rows(ids([[0, 2], [1, -1], [-1, 3]]), 1000, 16, ids([0, 2, 2, 3]))
+    assert table.tolist() == [[1000, 1032], [1016, 0], [0, 1048]]
+    assert (counts.tolist(), table.dtype, counts.dtype) == ([3, 0, 1], np.int64, np.int64)
+
+
+@pytest.mark.parametrize(
+    ("per_token", "table", "counts", "missing"),
+    [(True, [[1000, 1010], [0, 1030]], [2, 0, 1], 1), (False, [[0, 1010], [0, 1030]], [1, 0, 1], 1)],
+)
+def test_expected_rows(engine, per_token, table, counts, missing):
+    """Records of 10 bytes from 1000 on; rank 1 is masked. Token 0 names rank 0 twice, token 1 ranks 1 and 2."""
+    slot_rank = np.array([[0, 0], [1, 2]], np.int32)
+    is_last = np.array([[False, True], [True, True]])
+    heard = np.array([True, False, True])
+    seen = engine.expected_rows(slot_rank, is_last, per_token, heard, 1000, 10)
+    assert (seen[0].tolist(), seen[1].tolist(), seen[2]) == (table, counts, missing)
+    assert engine.expected_rows(np.full((1, 2), -1, np.int32), is_last[:1], per_token, heard, 1000, 10)[2] == 0
+
+
+def by_definition(rows, weights, biases, present):
+    """One row after the other, one float32 operation after the other."""
+    total = torch.zeros(rows.shape[0], rows.shape[2])
+    for bias in biases:
+        total = total + bias.float()
+    for k in range(rows.shape[1]):
+        term = rows[:, k].float()
+        if weights is not None:
+            term = term * weights[:, k : k + 1]
+        total = torch.where(present[:, k : k + 1], total + term, total)
+    return total.bfloat16()
+
+
+def test_reduce_docstring_example(engine):
+    rows = torch.tensor([[[1.0], [3.0]]], dtype=torch.bfloat16)
+    one = torch.ones(1, 1, dtype=torch.bfloat16)
+    assert reduce_rows(engine, rows, torch.tensor([[0.5, 2.0]]), [one]).tolist() == [[7.5]]
+
+
+@pytest.mark.parametrize("hidden", HIDDENS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_reduce_by_definition(engine, hidden, dtype, weighted):
+    count, topk = (70, 3) if hidden < 500 else (9, 4)
+    generator = torch.Generator().manual_seed(hidden)
+    rows = mixed(count * topk, hidden, hidden).to(dtype).view(count, topk, hidden)
+    if dtype == torch.float32:
+        rows = rows * torch.rand(rows.shape, generator=generator)
+    weights = torch.rand(count, topk, generator=generator) * 2 - 1 if weighted else None
+    present = torch.rand(count, topk, generator=generator) < 0.7
+    present[0] = False
+    biases = [normal(count, hidden, 1), normal(count, hidden, 2)][: hidden % 3]
+    for stream in (False, True):
+        seen = reduce_rows(engine, rows, weights, biases, present, stream)
+        assert_same(seen, by_definition(rows, weights, biases, present))
+        assert (seen[seen.isnan()].view(torch.int16) == 0x7FC0).all()
+
+
+def test_products_and_sums_are_not_fused(engine):
+    """1 + 2^-7 times 1 + 2^-23 rounds to 1 + 2^-7 + 2^-23; a fused product would keep 2^-30 more and that shows."""
+    weight, value = 1 + 2.0**-23, 1 + 2.0**-7
+    product = float(np.float32(weight) * np.float32(value))
+    rows = torch.tensor([[[-product], [value]]], dtype=torch.float32)
+    seen = reduce_rows(engine, rows, torch.tensor([[1.0, weight]], dtype=torch.float32))
+    assert seen.item() == 0.0
+    assert weight * value != product
+
+
+def test_absent_rows_add_no_positive_zero(engine):
+    """The sum starts from +0, so -0 alone gives +0; no row gives +0 as well."""
+    rows = torch.full((2, 2, 8), -0.0, dtype=torch.bfloat16)
+    seen = reduce_rows(engine, rows, None, [], torch.tensor([[True, False], [False, False]]))
+    assert (seen.view(torch.int16) == 0).all()
+
+
+def test_rounding_to_bfloat16(engine):
+    """Ties go to even, and what rounds past the largest bfloat16 becomes Inf."""
+    values = torch.tensor([1 + 2.0**-8, 1 + 3 * 2.0**-8, 1 + 2.0**-8 + 2.0**-20, 3.4e38, -3.4e38, 2.0**-133 * 1.5])
+    rows = values.view(1, 1, 6).contiguous()
+    seen = reduce_rows(engine, rows)
+    assert_same(seen, values.bfloat16().view(1, 6))
+    assert seen[0, 3:5].tolist() == [torch.inf, -torch.inf]
