@@ -17,7 +17,7 @@ from expertwire.errors import InvalidArgument
 from expertwire.ordering import signals
 from expertwire.ordering.explore import Mode, Result, explore
 from expertwire.ordering.lowering import Encoding, Settings, cta_threads, network_thread
-from expertwire.ordering.operations import Word
+from expertwire.ordering.operations import Region, Word
 from expertwire.ordering.profiles import Profile
 from expertwire.ordering.program import Program
 from expertwire.protocols import barrier as barrier_protocol
@@ -29,12 +29,12 @@ Protocol = Callable[[int, int], Step]
 
 
 def rows_sent(writer: int, reader: int, epoch: int) -> int:
-    """Rows per step: 0, 1 and several occur, and successive steps differ.
+    """Rows per step: none, one and several occur, successive steps differ, and steps that share a bank have rows.
 
-    >>> [rows_sent(0, 1, e) for e in (1, 2, 3)]
-    [2, 0, 1]
+    >>> [rows_sent(0, 1, e) for e in (1, 2, 3)], [rows_sent(1, 0, e) for e in (1, 2, 3)]
+    ([2, 0, 2], [0, 2, 1])
     """
-    return (writer + reader + epoch) % 3
+    return (2, 1, 2, 0)[(2 * writer + reader + epoch) % 4]
 
 
 def counts(rank: int, num_ranks: int, epoch: int) -> list[int]:
@@ -62,7 +62,7 @@ def deferred(rank: int, num_ranks: int, steps: int = 3, banks: int = 2) -> Step:
             yield from lane.finish(one, rank, epoch - 1, num_ranks)
 
 
-def combine(rank: int, num_ranks: int, steps: int = 2, banks: int = 1) -> Step:
+def combine(rank: int, num_ranks: int, steps: int = 3, banks: int = 1) -> Step:
     """Dispatch, then combine, which sends back what came."""
     there, back = Lane("dispatch", banks), Lane("combine", banks)
     for epoch in range(1, steps + 1):
@@ -94,12 +94,12 @@ MODELS: dict[str, Model] = {
     for m in (
         Model("dispatch", "one lane, three steps on two banks", dispatch),
         Model("deferred", "one lane, two steps in flight", deferred),
-        Model("combine", "dispatch and combine lanes, two steps on one bank each", combine),
+        Model("combine", "dispatch and combine lanes, three steps on one bank each", combine),
         Model("barrier", "three barriers in a row", barrier),
         Model(
             "masked",
-            "two steps on one bank, ranks give up on each other",
-            lambda rank, n: dispatch(rank, n, steps=2, banks=1),
+            "three steps on one bank, ranks give up on each other",
+            lambda rank, n: dispatch(rank, n, steps=3, banks=1),
             expiring=True,
             goals=("a peer was masked",),
         ),
@@ -118,16 +118,20 @@ def _truth(word: Word, epoch: int, reader: int) -> int | None:
     return rows_sent(word.writer, reader, epoch) if word.purpose.endswith("_ready") else None
 
 
+def _paired(region: Region) -> Word:
+    return Lane(region.lane, region.bank + 1).ready(region.bank, region.writer)
+
+
 def settings(model: Model, mechanism: str, **wrong: Any) -> Settings:
     """How a model is carried out; `wrong` turns on one of the mistakes of `Settings`."""
-    base = Settings(signals.get(mechanism), ENCODING, _truth, lambda name: f"{name}_ready")
+    base = Settings(signals.get(mechanism), ENCODING, _truth, _paired)
     if model.expiring:
         base = replace(base, may_expire=lambda word, epoch, reader: word.writer != reader)
     return replace(base, **wrong)
 
 
-def program(model: Model, profile: Profile, used: Settings, num_ranks: int = 2) -> Program:
-    """The program that checks `model` on a profile."""
+def program(model: Model, profile: Profile, used: Settings, num_ranks: int = 2, barriers: bool = True) -> Program:
+    """The program that checks `model` on a profile. `barriers=False` leaves out those between threads of a CTA."""
     threads = []
     for rank in range(num_ranks):
 
@@ -135,7 +139,7 @@ def program(model: Model, profile: Profile, used: Settings, num_ranks: int = 2) 
             return model.protocol(rank, num_ranks)
 
         if profile.machine == "ptx":
-            threads += cta_threads(rank, protocol, used)
+            threads += cta_threads(rank, protocol, used, barriers)
         else:
             threads += network_thread(rank, protocol, used)
     name = f"{model.name}, {num_ranks} ranks, signal {used.mechanism.name}"
@@ -152,6 +156,7 @@ def check(
     max_states: int = 2_000_000,
     seed: int = 0,
     progress: Callable[[int], None] | None = None,
+    barriers: bool = True,
     **wrong: Any,
 ) -> Result:
     """Explore one model with one mechanism on one profile."""
@@ -160,9 +165,8 @@ def check(
         raise InvalidArgument(
             f"signal {mechanism!r} does not exist on {profile.name}; valid: {', '.join(suitable(profile))}"
         )
-    return explore(
-        program(model, profile, used, num_ranks), profile, mode, seed=seed, max_states=max_states, progress=progress
-    )
+    checked = program(model, profile, used, num_ranks, barriers)
+    return explore(checked, profile, mode, seed=seed, max_states=max_states, progress=progress)
 
 
 def suitable(profile: Profile) -> list[str]:

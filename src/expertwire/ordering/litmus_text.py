@@ -22,11 +22,12 @@ Memory is 0 at the start. A bare name lies in B's memory; `A.s` lies in A's. A q
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from expertwire.errors import InvalidArgument
-from expertwire.ordering.program import Answer, Program, Thread
+from expertwire.ordering.program import Answer, Program, Thread, in_turn
 from expertwire.ordering.verbs import (
     Action,
     AddWord,
@@ -73,16 +74,8 @@ def parse_program(name: str, lines: Mapping[str, str]) -> Program:
         parser = _Parser(rank)
         actions = [parser.parse(part.strip()) for part in text.split(";") if part.strip()]
         for i, part in enumerate(_split_at_polls(actions)):
-            threads.append(Thread(thread + "'" * i, rank, _body(part), observer))
+            threads.append(Thread(thread + "'" * i, rank, partial(in_turn, part), observer))
     return Program(name, tuple(threads))
-
-
-def _body(actions: list[Action]) -> Callable[[], Generator[Any, Answer, None]]:
-    def body() -> Generator[Any, Answer, None]:
-        for action in actions:  # not `yield from`: a list takes no answers
-            _ = yield action
-
-    return body
 
 
 def _split_at_polls(actions: list[Action]) -> list[list[Action]]:

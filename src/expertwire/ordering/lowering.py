@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from expertwire.errors import InvalidArgument
 from expertwire.ordering.operations import Load, Operation, Order, PutSignal, Region, Scope, Signal, Wait, Word
-from expertwire.ordering.program import Answer, Thread
+from expertwire.ordering.program import Answer, Thread, in_turn
 from expertwire.ordering.ptx_verbs import Arrive, Ld, Leave, St
 from expertwire.ordering.signals import Mechanism, Message, counter_of
 from expertwire.ordering.verbs import Await, Claim, LoadWord, Loc, Queue, Sometimes, StoreWord
@@ -36,19 +36,18 @@ class Settings:
 
     `truth(word, epoch, reader)` is the count that the writer sends, for the check of what the reader gets; None where
     the count means nothing. `may_expire(word, epoch, reader)` lets a wait end without its signal: the writer is masked
-    from then on. `paired` names the purpose whose words vouch for the rows of a lane.
+    from then on, or readmitted at its next wait. `paired` gives the word that vouches for rows.
     """
 
     mechanism: Mechanism
     encoding: Encoding
     truth: Callable[[Word, int, int], int | None]
-    paired: Callable[[str], str]
+    paired: Callable[[Region], Word]
     may_expire: Callable[[Word, int, int], bool] = lambda word, epoch, reader: False
     signal_first: bool = False
     signal_queue: str = ""
     clean_after: bool = False
-    forget_masks: bool = False
-    ignore_epoch: bool = False
+    readmit: Literal["never", "by epoch", "by any word"] = "never"
     order: Order = Order.RELEASE
     scope: Scope = Scope.SYS
 
@@ -92,10 +91,10 @@ class RankThread:
             answer = None
             match operation:
                 case PutSignal(peer, region, count, word, epoch):
-                    if peer not in self.masked:
+                    if not self._skips(peer):
                         yield from self._send(peer, rows_of(peer, region, count), word, epoch, count)
                 case Signal(peer, word, epoch, count):
-                    if peer not in self.masked:
+                    if not self._skips(peer):
                         yield from self._send(peer, (), word, epoch, count)
                 case Wait(word, epoch):
                     answer = yield from self._wait(word, epoch)
@@ -103,6 +102,9 @@ class RankThread:
                     yield from self._load(region, count)
                 case _:
                     raise InvalidArgument(f"no protocol uses {type(operation).__name__}; lower it here when one does")
+
+    def _skips(self, peer: int) -> bool:
+        return peer in self.masked and self.settings.readmit == "never"
 
     # ---- writing -----------------------------------------------------------------------------------------------------
 
@@ -123,18 +125,18 @@ class RankThread:
             actions[-1] = replace(signal, queue=Queue(self.settings.signal_queue))
         if self.settings.signal_first:
             actions = [actions[-1], *actions[:-1]]
-        for action in actions:
-            yield action
+        yield from in_turn(actions)
 
     # ---- reading -----------------------------------------------------------------------------------------------------
 
     def _wait(self, word: Word, epoch: int) -> Generator[Any, Answer, int | None]:
         settings, writer = self.settings, word.writer
-        if writer in self.masked and not settings.forget_masks:
+        if self._skips(writer):
             return None
         place = word_of(self.rank, word)
         expire = settings.may_expire(word, epoch, self.rank)
-        wanted = 1 if settings.ignore_epoch else settings.encoding.pack(epoch, -1)
+        any_word = writer in self.masked and settings.readmit == "by any word"
+        wanted = 1 if any_word else settings.encoding.pack(epoch, -1)
         note = f"{word.purpose} of step {epoch} from r{writer}"
         seen = yield Await(place, ">=", wanted, expire, note=note)
         if seen is None:
@@ -146,8 +148,8 @@ class RankThread:
         found, count = settings.encoding.unpack(seen)
         truth = settings.truth(word, epoch, self.rank)
         if truth is not None and count != truth:
-            text = f"r{self.rank} got {count} rows from r{writer} for step {epoch} (word of step {found}), sent were {truth}"
-            yield Claim(False, "wrong count", text)
+            text = f"r{self.rank} got {count} rows from r{writer} for step {epoch} (word of step {found})"
+            yield Claim(False, "wrong count", f"{text}, sent were {truth}")
         self.awaited[word] = epoch
         if settings.mechanism.reader == "counted" and truth is not None and writer != self.rank:
             counter = counter_of(place)
@@ -156,8 +158,7 @@ class RankThread:
         return count
 
     def _load(self, region: Region, count: int) -> Actions:
-        word = Word(self.settings.paired(region.lane), region.writer, region.bank)
-        step = self.awaited[word]
+        step = self.awaited[self.settings.paired(region)]
         for row in rows_of(self.rank, region, count):
             if self.settings.mechanism.reader == "tagged":
                 yield Await(row, ">=", step, note=f"tag of step {step}")
@@ -170,7 +171,7 @@ def network_thread(rank: int, protocol: Callable[[], Steps], settings: Settings)
     return [Thread(name, name, lambda: RankThread(rank, settings).run(protocol()))]
 
 
-# ---- ptx: a rank is a CTA of two threads -------------------------------------------------------------------------------
+# ---- ptx: a rank is a CTA of two threads -----------------------------------------------------------------------------
 
 
 class _Cta:
@@ -204,7 +205,7 @@ class _Cta:
                 case Wait(word, epoch):
                     answer = yield from self._wait(word, epoch)
                 case Load(region, count):
-                    step = self.awaited[Word(self.settings.paired(region.lane), region.writer, region.bank)]
+                    step = self.awaited[self.settings.paired(region)]
                     note = f"{region.lane} rows from r{region.writer}"
                     yield from self._move(
                         [Ld(row, expect=step, note=note) for row in rows_of(self.rank, region, count)]
@@ -224,8 +225,7 @@ class _Cta:
         if self.acquired and actions:
             yield from self._meet()
         self.moved |= bool(actions)
-        for action in [] if self.leads else actions:
-            yield action
+        yield from in_turn([] if self.leads else actions)
 
     def _signal(self, peer: int, word: Word, epoch: int, count: int) -> Actions:
         if self.moved:

@@ -7,12 +7,18 @@ every execution that comes through them; a state of the explorer holds one node 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 Answer = int | None
 ThreadBody = Callable[[], Generator[Any, Answer, None]]
+
+
+def in_turn(actions: Iterable[Any]) -> Generator[Any, Answer, None]:
+    """Yield actions one by one; their answers are not wanted. (`yield from` a list cannot take answers.)"""
+    for action in actions:
+        _ = yield action
 
 
 @dataclass(frozen=True, slots=True)

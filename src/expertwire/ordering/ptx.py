@@ -479,7 +479,9 @@ class Ptx:
             message = self._readable(state[1], move.thread, state[2][move.thread], action)[move.choice]
             seen = message.value
             stale = message.id != messages_of(state[1], self.loc(action.loc))[-1].id
-        return self.program.threads[move.thread].rank, "", step_words(action, seen, stale)
+        thread = self.program.threads[move.thread]
+        who = "" if thread.name == thread.rank else thread.name.removeprefix(thread.rank).strip() + ": "
+        return thread.rank, "", who + step_words(action, seen, stale)
 
     def process(self, state: State, move: Move) -> tuple[int, int]:
         if move.event < 0:

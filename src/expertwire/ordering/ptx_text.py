@@ -14,14 +14,15 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from expertwire.errors import InvalidArgument
 from expertwire.ordering.litmus_text import VECTOR
 from expertwire.ordering.operations import Order, Scope
 from expertwire.ordering.profiles import Profile
-from expertwire.ordering.program import Answer, Program, Thread
+from expertwire.ordering.program import Program, Thread, in_turn
 from expertwire.ordering.ptx_verbs import (
     Arrive,
     Bulk,
@@ -74,16 +75,8 @@ def parse_ptx(name: str, lines: Mapping[str, str], profile: Profile) -> Program:
             elif part.strip():
                 actions += _parse(part.strip(), profile)
         bulk |= any(isinstance(action, Bulk) for action in actions)
-        threads.append(Thread(header, header, _body(actions), place=(device, block, thread)))
+        threads.append(Thread(header, header, partial(in_turn, actions), place=(device, block, thread)))
     return Program(name, tuple(threads), bulk=bulk)
-
-
-def _body(actions: list[PtxAction]) -> Callable[[], Generator[Any, Answer, None]]:
-    def body() -> Generator[Any, Answer, None]:
-        for action in actions:  # not `yield from`: a list takes no answers
-            _ = yield action
-
-    return body
 
 
 def _is_barrier(text: str) -> bool:

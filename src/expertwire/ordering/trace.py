@@ -96,7 +96,9 @@ def record(machine: Machine, moves: list[Move], profile: str) -> Trace:
     if blocked:
         violation = Violation("deadlock", "; ".join(blocked))
     name = machine.program.name
-    return Trace("".join(spelled) or "-", name, profile, violation, tuple(lines), blocked, machine.outcome(state))
+    # registers, and the memory that changed
+    outcome = {k: v for k, v in machine.outcome(state).items() if v or "." not in k}
+    return Trace("".join(spelled) or "-", name, profile, violation, tuple(lines), blocked, outcome)
 
 
 def replay(program: Program, profile: Profile, trace_id: str) -> Trace:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from expertwire.ordering.events import Event, Kind, Posted
+from expertwire.ordering.events import Event, Kind
 from expertwire.ordering.verbs import (
     AddWord,
     Atomic,
@@ -30,12 +30,23 @@ from expertwire.ordering.verbs import (
 def value_words(value: int) -> str:
     """A value; one with an epoch in its high bits is shown as such.
 
-    >>> value_words(3), value_words((2 << 24) | 6)
-    ('3', '(epoch 2, count 5)')
+    >>> value_words(3), value_words((2 << 24) | 6), value_words(2 << 24)
+    ('3', '(epoch 2, count 5)', '(epoch 2)')
     """
     if value >> 24 <= 0:
         return str(value)
-    return f"(epoch {value >> 24}, count {(value & 0xFFFFFF) - 1})"
+    count = (value & 0xFFFFFF) - 1
+    return f"(epoch {value >> 24}, count {count})" if count >= 0 else f"(epoch {value >> 24})"
+
+
+def delta_words(value: int) -> str:
+    """What is added to a word.
+
+    >>> delta_words(1), delta_words((2 << 24) - 3)
+    ('1', '(2 epochs, count -3)')
+    """
+    epochs = (value + (1 << 23)) >> 24
+    return f"({epochs} epochs, count {value - (epochs << 24):+d})" if epochs else str(value)
 
 
 def op_words(op: Any) -> str:
@@ -46,7 +57,7 @@ def op_words(op: Any) -> str:
             what = f"from {source}" if source else ", ".join(value_words(v) for v in values)
             return f"write {names} = {what}" + (" with immediate" if arrival else "")
         case Atomic(target=target, delta=delta):
-            return f"fetch-add {target} += {value_words(delta)}"
+            return f"fetch-add {target} += {delta_words(delta)}"
         case AtomicWrite(target=target, value=value):
             return f"atomic write {target} = {value_words(value)}"
         case Read(target=target, into=into):
@@ -56,7 +67,11 @@ def op_words(op: Any) -> str:
         case Flush():
             return "flush"
         case Notify(target=target, value=value, action=action):
-            return f"signal {target} {'+=' if action == 'add' else '='} {value_words(value)}"
+            return (
+                f"signal {target} += {delta_words(value)}"
+                if action == "add"
+                else f"signal {target} = {value_words(value)}"
+            )
     return type(op).__name__
 
 
@@ -94,11 +109,6 @@ def step_words(action: Any, seen: int, expired: bool) -> str:
     return type(action).__name__.lower()
 
 
-def op_tag(post: Posted) -> str:
-    """A short name of a post for the events that follow."""
-    return op_words(post.op)
-
-
 def event_words(event: Event) -> tuple[str, str, str]:
     """(rank at which it is seen, peer, what happens)."""
     post = event.post
@@ -110,11 +120,11 @@ def event_words(event: Event) -> tuple[str, str, str]:
         case Kind.ACCEPT:
             text = f"accepted: {op}"
         case Kind.PLACE:
-            text = f"PLACED {event.label}: {op}"
+            text = f"PLACED {event.label}" + ("" if event.source >= 0 else f" = {value_words(event.value)}")
         case Kind.RMW_READ:
-            text = f"NIC reads {event.label}: {op}"
+            text = f"NIC reads {event.label}"
         case Kind.RMW:
-            text = f"PLACED {event.label}: {op}"
+            text = f"PLACED {event.label} += {delta_words(event.value)}"
         case Kind.SHOW:
             text = f"VISIBLE {event.label}"
         case Kind.RCQE:
