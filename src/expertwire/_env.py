@@ -9,7 +9,7 @@ import os
 
 
 def cache_dir(kind: str) -> str:
-    """The folder for one kind of compiled kernels; created by whoever writes to it."""
+    """The folder for one kind of compiled kernels. Whoever writes to it creates it."""
     root = os.environ.get("EXPERTWIRE_CACHE_DIR")
     if not root:
         base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")

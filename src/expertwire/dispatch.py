@@ -229,7 +229,8 @@ class Dispatcher:
         if received.sf is not None and plan.dtypes[1] is not None:
             sf = received.sf.view(plan.dtypes[1])
         if isinstance(plan.wire, FP8Block) and plan.wire.decode:
-            x, sf = plan.wire.decode_bfloat16(x, sf, self._settings.hidden), None
+            assert sf is not None
+            x, sf = self._engine.decode(x, sf, plan.wire), None
         if plan.arrangement.layout is Layout.EXPERT_SLOTS:
             groups = (self._engine.num_local_experts, self._engine.num_ranks * self._engine.capacity)
             x = x.view(*groups, x.shape[1])

@@ -52,6 +52,7 @@ def host_engine(
 ) -> HostEngine:
     """Create windows on all ranks and try them out with a barrier. Collective."""
     row_work = kernels.load(engine)
+    row_work.warm_up()
     runtime_of = RemoteRuntime if transport == "fabric" else HostRuntime
     runtime = runtime_of(
         layout,
@@ -61,6 +62,10 @@ def host_engine(
         mask_peers=mask_peers,
         debug_poison=debug_poison,
     )
-    group.all_gather(None)  # nobody signals into a window that its owner is still filling with poison
-    runtime.run("creation barrier", barrier(group.rank, 1, group.num_ranks))
+    try:
+        group.all_gather(None)  # nobody signals into a window that its owner is still filling with poison
+        runtime.run("creation barrier", barrier(group.rank, 1, group.num_ranks))
+    except BaseException:
+        runtime.close()
+        raise
     return HostEngine(runtime, placement)

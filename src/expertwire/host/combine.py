@@ -6,6 +6,7 @@ a rank sends one row per token, the row takes the place of the highest slot that
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -27,6 +28,7 @@ def send(
     epoch: int,
     arrivals: Arrivals,
     outgoing: Array,
+    counts: Sequence[int],
     row: CombineRow,
     sf: Array | None,
     weights: Array | None,
@@ -34,57 +36,51 @@ def send(
     *,
     keep_own: bool,
 ) -> None:
-    """Send half: outgoing [m, K] int64 addresses of the rows to send back, 0 = none; `sf` likewise, for their metadata.
+    """Send half: outgoing [m, K] int64 addresses of the rows to send back, 0 = none, counts[p] of them to rank p; `sf`
+    likewise, for their metadata.
 
     `weights` [m, K] float32 travel back for every slot that this rank serves. With `keep_own` own rows are not copied.
     """
     layout = runtime.layout
-    num_topk = outgoing.shape[1]
+    parts = [(outgoing, 0, row.payload_bytes)]
+    if sf is not None:
+        parts.append((sf, row.sf, row.sf_bytes))
+    weight_cells = None
+    if weights is not None:
+        cells = weights.ctypes.data + 4 * np.arange(weights.size).reshape(weights.shape)
+        weight_cells = np.where(arrivals.topk_idx >= 0, cells, 0)
 
     def put(peer: int, region: Region, count: int) -> Segments:
         segments = [runtime.write_header(peer, layout.combine_header(region.bank, region.writer), epoch, header)]
         mine = slice(int(arrivals.offsets[peer]), int(arrivals.offsets[peer + 1]))
-        cell = arrivals.tokens[mine, None].astype(np.int64) * num_topk + np.arange(num_topk)
-        slots = layout.combine_rows(region.bank) + row.stride * cell
-        base = runtime.base[peer]
+        first, tokens = layout.combine_rows(region.bank), arrivals.tokens[mine]
         if count and not (keep_own and peer == runtime.rank):
-            is_row = outgoing[mine] != 0
-            runtime.move(outgoing[mine][is_row], base + slots[is_row], row.payload_bytes)
-            segments.append((slots[is_row], row.payload_bytes))
-            if sf is not None:
-                runtime.move(sf[mine][is_row], base + slots[is_row] + row.sf, row.sf_bytes)
-                segments.append((slots[is_row] + row.sf, row.sf_bytes))
-        if weights is not None:
-            served = arrivals.topk_idx[mine] >= 0
-            cells = weights.ctypes.data + 4 * np.arange(weights.size).reshape(weights.shape)
-            runtime.move(cells[mine][served], base + slots[served] + row.weight, 4)
-            segments.append((slots[served] + row.weight, 4))
+            for table, at, num_bytes in parts:
+                segments += runtime.scatter(peer, table[mine], tokens, first + at, row.stride, num_bytes, count)
+        if weight_cells is not None:
+            segments += runtime.scatter(peer, weight_cells[mine], tokens, first + row.weight, row.stride, 4, 0)
         return segments
 
-    starts = arrivals.offsets[:-1]
-    sent = np.concatenate([[0], np.cumsum((outgoing != 0).sum(axis=1))])
-    counts = [int(n) for n in sent[arrivals.offsets[1:]] - sent[starts]]
     runtime.run("combine send", protocol.send(lane, runtime.rank, epoch, counts), put)
 
 
 def receive(
     runtime: HostRuntime, lane: Lane, epoch: int, routing: Routing, row: CombineRow, settings: str, rows: Rows
-) -> tuple[Array, int, bool]:
-    """Receive half: the address of each record in the own window [T, K], 0 = no row; how many rows are missing; and
-    whether any rank needs gradients.
-
-    Rows are missing if their rank is masked.
+) -> tuple[Array, Array, int, bool]:
+    """Receive half: the address of each record in the own window [T, K], 0 = no row; which ranks were heard [R]; how
+    many rows are missing, since their ranks are masked; and whether any rank needs gradients.
     """
     layout, bank = runtime.layout, lane.bank(epoch)
     counts = runtime.run("combine receive", protocol.receive(lane, runtime.rank, epoch, runtime.num_ranks))
     headers = [layout.combine_header(bank, writer) for writer in range(runtime.num_ranks)]
     needs_grad = runtime.check_headers("combine", epoch, counts, headers, settings)
-    served = routing.slot_rank >= 0
-    expected = {"token": served, "rank": served & routing.is_last, "none": served & False}[rows]
-    present = expected & np.isin(routing.slot_rank, list(counts))
-    for writer, count in counts.items():
-        assert count == (present & (routing.slot_rank == writer)).sum(), "a combine brought another number of rows"
-    num_tokens, num_topk = present.shape
+    heard = np.array([peer in counts for peer in range(runtime.num_ranks)])
+    if rows == "none":
+        return np.zeros(routing.slot_rank.shape, np.int64), heard, 0, needs_grad
     records = runtime.base[runtime.rank] + layout.combine_rows(bank)
-    slots = records + row.stride * np.arange(num_tokens * num_topk).reshape(num_tokens, num_topk)
-    return np.where(present, slots, 0), int(expected.sum() - present.sum()), needs_grad
+    table, expected, missing = runtime.kernels.expected_rows(
+        routing.slot_rank, routing.is_last, rows == "token", heard, records, row.stride
+    )
+    brought = [counts.get(peer, 0) for peer in range(runtime.num_ranks)]
+    assert brought == expected.tolist(), f"combine brought {brought} rows, not {expected}"
+    return table, heard, missing, needs_grad

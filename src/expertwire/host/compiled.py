@@ -3,30 +3,88 @@
 # mypy: ignore-errors
 from __future__ import annotations
 
+import fcntl
+import functools
+import os
+import zlib
+from pathlib import Path
+
 import numba
+import numpy as np
 
 from expertwire import _env
 
+
+def _cache_folder() -> str:
+    """One folder per state of the sources: numba itself looks only at the file of a function, not at what it calls."""
+    digest = zlib.crc32(numba.__version__.encode())
+    for name in ("host/memory.py", "host/rows.py", "host/quantize.py", "host/logfmt.py", "formats/logfmt.py"):
+        digest = zlib.crc32(Path(__file__).parent.parent.joinpath(name).read_bytes(), digest)
+    return os.path.join(_env.cache_dir("numba"), f"{digest:08x}")
+
+
 # numba reads the folder when a function is decorated; the setting is put back for everybody else.
 _before = numba.config.CACHE_DIR
-numba.config.CACHE_DIR = _env.cache_dir("numba")
+numba.config.CACHE_DIR = _cache_folder()
 try:
     from expertwire.host.logfmt import decode_logfmt, encode_logfmt
     from expertwire.host.memory import publish, read_word, wait_word
     from expertwire.host.quantize import decode_fp8, encode_fp8
     from expertwire.host.rows import (
         count_experts,
+        expected_rows,
         first_illegal,
         first_repeat,
         move_rows,
+        outgoing_rows,
         place_experts,
+        place_rows,
         read_routing,
         reduce_rows,
         route,
+        scatter_rows,
         write_routing,
     )
 finally:
     numba.config.CACHE_DIR = _before
+
+
+@functools.cache
+def warm_up() -> None:
+    """Compile or load every kernel, so that no rank waits for a peer's compiler in the middle of a call.
+
+    Of the processes that find nothing compiled, one compiles and the others wait for it.
+    """
+    folder = _cache_folder()
+    os.makedirs(folder, exist_ok=True)
+    with open(os.path.join(folder, "lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        memory = np.zeros(512, np.uint8)
+        at = memory.ctypes.data
+        index, ids = np.zeros((0, 1), np.int64), np.zeros((0, 1), np.int32)
+        weights, flags, offsets = np.zeros((0, 1), np.float32), np.zeros((0, 1), np.bool_), np.zeros(2, np.int64)
+        rows, tokens, ranks = index[:, 0].copy(), ids[:, 0].copy(), np.zeros(1, np.int32)
+        publish(at, 1)
+        read_word(at)
+        wait_word(at, 1, 1, 1, 1)
+        route(index, ranks, ranks, 1, False)
+        first_illegal(index, 1)
+        first_repeat(index)
+        move_rows(rows, rows, 8, False)
+        place_rows(rows, index, at, 8, False)
+        scatter_rows(index, tokens, at, 64, 8, False)
+        outgoing_rows(index, at, 8, offsets)
+        expected_rows(ids, flags, True, np.zeros(1, np.bool_), at, 64)
+        write_routing(at, 64, 0, 16, 32, tokens, 0, ids, ids, weights)
+        read_routing(at, 64, 0, 16, 32, ids, weights, tokens)
+        count_experts(ids, 1)
+        place_experts(ids, offsets)
+        reduce_rows(index, False, weights, False, index, rows, 8, False)
+        encode_fp8(at, 0, 8, 128, False, at, at, 4)
+        decode_fp8(at, at, 0, 8, 128, False, 4, at)
+        encode_logfmt(at, 0, 128, at, at)
+        decode_logfmt(at, at, 0, 128, at)
+
 
 __all__ = [
     "count_experts",
@@ -34,15 +92,20 @@ __all__ = [
     "decode_logfmt",
     "encode_fp8",
     "encode_logfmt",
+    "expected_rows",
     "first_illegal",
     "first_repeat",
     "move_rows",
+    "outgoing_rows",
     "place_experts",
+    "place_rows",
     "publish",
     "read_routing",
     "read_word",
     "reduce_rows",
     "route",
+    "scatter_rows",
     "wait_word",
+    "warm_up",
     "write_routing",
 ]

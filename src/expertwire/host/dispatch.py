@@ -74,8 +74,8 @@ class Arrivals:
     @property
     def last_slot(self) -> Array:
         """[m] the highest slot of each row that this rank serves."""
-        num_topk = self.topk_idx.shape[1]
-        return num_topk - 1 - np.argmax(self.topk_idx[:, ::-1] >= 0, axis=1)
+        slots: Array = self.topk_idx.shape[1] - 1 - np.argmax(self.topk_idx[:, ::-1] >= 0, axis=1)
+        return slots
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,10 @@ class Placed:
     offsets: Array
     num_rows: int
 
+    @property
+    def num_filled(self) -> int:
+        return self.arrivals.num_rows if self.layout is Layout.COMPACT else int(self.counts.sum())
+
     def row_source(self) -> Array:
         """int32 [num_rows, 3]: source rank, token and slot of every output row, -1 for rows that nobody fills."""
         arrival, slot = np.nonzero(self.rows >= 0)
@@ -126,6 +130,16 @@ class HostEngine:
             return self.opaque(payload, sf)
         return self.opaque(*wire.encode(x))
 
+    def decode(self, payload: torch.Tensor, sf: torch.Tensor, wire: FP8Block) -> torch.Tensor:
+        """FP8 rows [n, hidden] with contiguous scale factors as bfloat16."""
+        num_rows, hidden = payload.shape
+        out = self.pool.empty((num_rows, hidden), torch.bfloat16)
+        sf_bytes, packed = wire.sf_bytes(hidden), wire.scale == "ue8m0"
+        self.kernels.decode_fp8(
+            payload.data_ptr(), sf.data_ptr(), num_rows, hidden, wire.block, packed, sf_bytes, out.data_ptr()
+        )
+        return out
+
     def opaque(self, payload: torch.Tensor, sf: torch.Tensor | None) -> WireRows:
         """Rows whose bytes are not interpreted: contiguous payload [T, W] and scale factors [T, S]."""
         sf_row = 0 if sf is None else sf.shape[1] * sf.element_size()
@@ -175,7 +189,9 @@ class HostEngine:
         )
         for peer, count in enumerate(arrivals.rows_per_peer):
             self.rows_received[peer] += int(count)
+        missing = records == 0
         payloads, sfs = records, records + row.sf
+        sfs[missing] = 0
         if own is not None:
             routing, wire = own
             mine = slice(int(arrivals.offsets[self.rank]), int(arrivals.offsets[self.rank + 1]))
@@ -185,11 +201,11 @@ class HostEngine:
             sfs[mine] = wire.sf + wire.sf_bytes * sent
         placed = replace(known, arrivals=arrivals) if known else self._place(arrivals, arrangement)
         bank = self.dispatch_lane.bank(epoch) if reuse_bank else None
-        blank = zero_unused or bool((records == 0).any())
-        out = self._fill(bank, "payload", row.payload_bytes, payloads, records != 0, placed, blank)
+        blank = zero_unused or bool(missing.any())
+        out = self._fill(bank, "payload", row.payload_bytes, payloads, placed, blank)
         sf = None
         if row.sf_bytes:
-            sf = self._fill(bank, "sf", row.sf_bytes, sfs, records != 0, placed, blank)
+            sf = self._fill(bank, "sf", row.sf_bytes, sfs, placed, blank)
         return Received(placed, out, sf, needs_grad)
 
     def _place(self, arrivals: Arrivals, arrangement: Arrangement) -> Placed:
@@ -215,18 +231,16 @@ class HostEngine:
         return Placed(layout, arrivals, rows, counts, padded, offsets, num_rows)
 
     def _fill(
-        self, bank: int | None, part: str, row_bytes: int, sources: Array, present: Array, placed: Placed, blank: bool
+        self, bank: int | None, part: str, row_bytes: int, sources: Array, placed: Placed, blank: bool
     ) -> torch.Tensor:
-        """uint8 [num_rows, row_bytes] with arrival i copied to rows[i, k] for every k where that is not -1."""
-        rows = placed.rows
+        """uint8 [num_rows, row_bytes] with arrival i, at address sources[i], copied to its rows in `placed`."""
         out = self._output(bank, part, (placed.num_rows, row_bytes))
         if blank:
             out.zero_()
         elif self.runtime.debug_poison:
             out.fill_(_POISON)
-        arrival, slot = np.nonzero((rows >= 0) & present[:, None])
-        places = out.data_ptr() + row_bytes * rows[arrival, slot]
-        self.runtime.move(sources[arrival], places, row_bytes)
+        stream = self.runtime.streams(placed.num_filled, row_bytes)
+        self.kernels.place_rows(sources, placed.rows, out.data_ptr(), row_bytes, stream)
         return out
 
     def _output(self, bank: int | None, part: str, shape: tuple[int, int]) -> torch.Tensor:
@@ -266,11 +280,12 @@ class HostEngine:
         `weights` [m, K] float32 travel back for every slot that this rank serves.
         """
         arrivals = placed.arrivals
-        sends = (placed.rows >= 0) & (rows != "none")
-        outgoing = np.where(sends, y.data_ptr() + 2 * self.hidden * placed.rows, 0)
+        table, counts = self.kernels.outgoing_rows(placed.rows, y.data_ptr(), 2 * self.hidden, arrivals.offsets)
+        outgoing = table if rows != "none" else np.zeros_like(table)
         keep: object = y
         if rows == "rank" and placed.layout is not Layout.COMPACT:
             outgoing, keep = self._partial_sums(outgoing, arrivals, weighted)
+            counts = arrivals.rows_per_peer
         metadata = None
         row = self.combine_row(wire)
         if not isinstance(wire, BF16):
@@ -281,12 +296,13 @@ class HostEngine:
             metadata = np.where(is_row, encoded.sf + encoded.sf_bytes * index, 0) if encoded.sf_bytes else None
             keep = encoded
         back = None if weights is None else weights.detach().numpy()
+        sent = counts.tolist() if rows != "none" else [0] * self.num_ranks
         combine.send(
-            self.runtime, self.combine_lane, epoch, arrivals, outgoing, row, metadata, back, header, keep_own=keep_own
-        )
-        rows_per_peer = np.add.reduceat(np.append((outgoing != 0).sum(axis=1), 0), arrivals.offsets[:-1])
-        for peer, count in enumerate(rows_per_peer * (arrivals.rows_per_peer > 0)):
-            self.bytes_sent[peer] += int(count) * row.stride
+            self.runtime, self.combine_lane, epoch, arrivals, outgoing, sent, row, metadata, back, header,
+            keep_own=keep_own,
+        )  # fmt: skip
+        for peer, count in enumerate(sent):
+            self.bytes_sent[peer] += count * row.stride
         return outgoing, keep
 
     def combine_row(self, wire: WireFormat) -> CombineRow:
@@ -330,19 +346,18 @@ class HostEngine:
     ) -> tuple[torch.Tensor, torch.Tensor | None, int, bool]:
         """Wait for all peers and sum their rows: (x [T, hidden], weights [T, K] or None, rows missing, needs_grad)."""
         row = self.combine_row(wire)
-        records, num_missing, needs_grad = combine.receive(
+        records, heard, num_missing, needs_grad = combine.receive(
             self.runtime, self.combine_lane, epoch, routing, row, settings, rows
         )
         returned = None
         if return_weights:
-            returned = self._returned_weights(epoch, routing, row)
+            returned = self._returned_weights(epoch, routing, row, heard)
         operands = records
         if own is not None:
             arrivals, outgoing = own
             mine = slice(int(arrivals.offsets[self.rank]), int(arrivals.offsets[self.rank + 1]))
-            arrival, slot = np.nonzero(outgoing[mine])
-            operands = records.copy()
-            operands[arrivals.tokens[mine][arrival], slot] = outgoing[mine][arrival, slot]
+            tokens = arrivals.tokens[mine]
+            operands[tokens] = np.where(outgoing[mine] != 0, outgoing[mine], operands[tokens])
         is_float32 = not isinstance(wire, BF16)
         decoded = None
         if is_float32:
@@ -384,9 +399,9 @@ class HostEngine:
         table[is_row] = _addresses(rows)
         return table, rows
 
-    def _returned_weights(self, epoch: int, routing: Routing, row: CombineRow) -> torch.Tensor:
+    def _returned_weights(self, epoch: int, routing: Routing, row: CombineRow, heard: Array) -> torch.Tensor:
         bank = self.combine_lane.bank(epoch)
-        present = (routing.slot_rank >= 0) & ~np.isin(routing.slot_rank, list(self.runtime.masked))
+        present = (routing.slot_rank >= 0) & heard[routing.slot_rank]
         weights = torch.zeros(routing.slot_rank.shape, dtype=torch.float32)
         cells = np.arange(present.size).reshape(present.shape)[present]
         first = self.runtime.base[self.rank] + self.runtime.layout.combine_rows(bank) + row.weight

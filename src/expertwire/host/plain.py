@@ -51,6 +51,10 @@ _load, _store = _word_access()
 _sched_yield = ctypes.CDLL(None).sched_yield  # unlike os.sched_yield in some versions, lets other threads run Python
 
 
+def warm_up() -> None:
+    """Nothing to compile."""
+
+
 def read_word(address: int) -> int:
     return _load(address)
 
@@ -143,6 +147,32 @@ def move_rows(source: Array, destination: Array, num_bytes: int, stream: bool = 
         ctypes.memmove(to, from_, num_bytes)
 
 
+def place_rows(source: Array, rows: Array, out: int, num_bytes: int, stream: bool = False) -> None:
+    arrival, slot = np.nonzero((rows >= 0) & (source != 0)[:, None])
+    move_rows(source[arrival], out + num_bytes * rows[arrival, slot], num_bytes)
+
+
+def scatter_rows(source: Array, tokens: Array, records: int, stride: int, num_bytes: int, stream: bool = False) -> None:
+    arrival, slot = np.nonzero(source)
+    place = records + stride * (tokens[arrival].astype(np.int64) * source.shape[1] + slot)
+    move_rows(source[arrival, slot], place, num_bytes)
+
+
+def outgoing_rows(rows: Array, y: int, num_bytes: int, offsets: Array) -> tuple[Array, Array]:
+    sent = np.concatenate([[0], np.cumsum((rows >= 0).sum(axis=1))])
+    return np.where(rows >= 0, y + num_bytes * rows, 0), np.diff(sent[offsets])
+
+
+def expected_rows(
+    slot_rank: Array, is_last: Array, per_token: bool, heard: Array, records: int, stride: int
+) -> tuple[Array, Array, int]:
+    expected = (slot_rank >= 0) & (is_last | per_token)
+    present = expected & heard[slot_rank]
+    cells = np.arange(slot_rank.size).reshape(slot_rank.shape)
+    counts = np.bincount(slot_rank[present], minlength=heard.size)
+    return np.where(present, records + stride * cells, 0), counts, int(expected.sum() - present.sum())
+
+
 def write_routing(
     records: int, stride: int, topk_at: int, weights_at: int, token_at: int,
     tokens: Array, rank: int, slot_rank: Array, slot_local: Array, weights: Array,
@@ -211,6 +241,8 @@ def _gathered(addresses: Array, hidden: int, dtype: torch.dtype) -> torch.Tensor
 def encode_fp8(
     x: int, num_rows: int, hidden: int, block: int, packed: bool, payload: int, sf: int, sf_stride: int
 ) -> None:
+    if num_rows == 0:
+        return
     wire = FP8Block(block=block, scale="ue8m0" if packed else "float32")
     codes, scales = wire.encode(_rows_at(x, num_rows, 2 * hidden, torch.bfloat16))
     _rows_at(payload, num_rows, hidden, torch.uint8).copy_(codes.view(torch.uint8))

@@ -26,6 +26,8 @@ class RemoteWindows(Windows, Protocol):
 class RemoteRuntime(HostRuntime):
     """Words and rows for the own rank are local stores, as in every engine; the rest goes through the transport."""
 
+    hands_over = True
+
     @property
     def _remote(self) -> RemoteWindows:
         return cast("RemoteWindows", self.transport)

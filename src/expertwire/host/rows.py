@@ -13,7 +13,7 @@ from numba import njit
 
 from expertwire.host.memory import bits_float, copy_bytes, float_bits, store_fence, stream_bytes, view
 
-_BLOCK = 512
+_BLOCK = 2048
 
 
 @njit(nogil=True, cache=True)
@@ -110,6 +110,83 @@ def move_rows(source, destination, num_bytes, stream=False):
     else:
         for i in range(source.size):
             copy_bytes(destination[i], source[i], num_bytes)
+
+
+@njit(nogil=True, cache=True)
+def place_rows(source, rows, out, num_bytes, stream=False):
+    """Copy arrival i from source[i] (address, 0 = missing) to row rows[i, k] of `out`, for every k where that is >= 0.
+
+    source [m] int64, rows [m, K] int64, `out` the address of row 0, rows of `num_bytes`. Bytes moved: 2 * num_bytes per
+    filled row. Worked example: rows = [[0, 2], [1, -1]] copies arrival 0 to rows 0 and 2, arrival 1 to row 1.
+    """
+    for i in range(source.size):
+        for k in range(rows.shape[1]):
+            if rows[i, k] >= 0 and source[i] != 0:
+                if stream:
+                    stream_bytes(out + rows[i, k] * num_bytes, source[i], num_bytes)
+                else:
+                    copy_bytes(out + rows[i, k] * num_bytes, source[i], num_bytes)
+    store_fence()
+
+
+@njit(nogil=True, cache=True)
+def scatter_rows(source, tokens, records, stride, num_bytes, stream=False):
+    """Copy source[i, k] (address, 0 = none) to the record of (token tokens[i], slot k), `stride` apart from `records`.
+
+    source [m, K] int64, tokens [m] int32. Bytes moved: 2 * num_bytes per row.
+    Worked example, K = 2: tokens = [3], source = [[0, a]] copies from a to records + (3 * 2 + 1) * stride.
+    """
+    num_topk = source.shape[1]
+    for i in range(tokens.size):
+        for k in range(num_topk):
+            if source[i, k] != 0:
+                place = records + (np.int64(tokens[i]) * num_topk + k) * stride
+                if stream:
+                    stream_bytes(place, source[i, k], num_bytes)
+                else:
+                    copy_bytes(place, source[i, k], num_bytes)
+    store_fence()
+
+
+@njit(nogil=True, cache=True)
+def outgoing_rows(rows, y, num_bytes, offsets):
+    """The address of every row to send back, and how many go to each rank: table [m, K] int64 (0 = none), counts [R].
+
+    rows [m, K] are rows of `num_bytes` at address `y`, -1 = none; arrivals offsets[r]:offsets[r + 1] came from rank r.
+    """
+    table = np.zeros(rows.shape, np.int64)
+    counts = np.zeros(offsets.size - 1, np.int64)
+    for rank in range(counts.size):
+        for i in range(offsets[rank], offsets[rank + 1]):
+            for k in range(rows.shape[1]):
+                if rows[i, k] >= 0:
+                    table[i, k] = y + rows[i, k] * num_bytes
+                    counts[rank] += 1
+    return table, counts
+
+
+@njit(nogil=True, cache=True)
+def expected_rows(slot_rank, is_last, per_token, heard, records, stride):
+    """Where the rows that combine brings lie, how many each rank brings, and how many never come.
+
+    slot_rank [T, K] int32, is_last [T, K]; a row per slot if `per_token`, else one per (token, rank), at its last slot.
+    heard [R] bool: ranks that are not masked. -> table [T, K] int64 addresses (0 = no row), counts [R], missing.
+    """
+    num_topk = slot_rank.shape[1]
+    table = np.zeros(slot_rank.shape, np.int64)
+    counts = np.zeros(heard.size, np.int64)
+    missing = 0
+    for t in range(slot_rank.shape[0]):
+        for k in range(num_topk):
+            rank = slot_rank[t, k]
+            if rank < 0 or not (per_token or is_last[t, k]):
+                continue
+            if heard[rank]:
+                table[t, k] = records + (t * num_topk + k) * stride
+                counts[rank] += 1
+            else:
+                missing += 1
+    return table, counts, missing
 
 
 @njit(nogil=True, cache=True)

@@ -71,6 +71,8 @@ class Windows(Protocol):
 class HostRuntime:
     """One rank's end of a group. Not thread-safe: one rank, one thread at a time."""
 
+    hands_over = False  # whether puts are handed to a transport, which then needs to know their segments
+
     def __init__(
         self,
         layout: WindowLayout,
@@ -99,6 +101,18 @@ class HostRuntime:
     def move(self, source: Array, destination: Array, num_bytes: int) -> None:
         """Copy `num_bytes` from every address in `source` to the one in `destination`."""
         self.kernels.move_rows(source, destination, num_bytes, self.streams(source.size, num_bytes))
+
+    def scatter(
+        self, peer: int, table: Array, tokens: Array, first: int, stride: int, num_bytes: int, num_rows: int
+    ) -> Segments:
+        """Copy the rows at the addresses in `table` [n, K] (0 = none) to their (token, slot) records in the window of
+        `peer`, which begin at byte `first`."""
+        stream = self.streams(num_rows, num_bytes)
+        self.kernels.scatter_rows(table, tokens, self.base[peer] + first, stride, num_bytes, stream)
+        if not self.hands_over:
+            return []
+        row, slot = np.nonzero(table)
+        return [(first + stride * (tokens[row].astype(np.int64) * table.shape[1] + slot), num_bytes)]
 
     def streams(self, num_rows: int, num_bytes: int) -> bool:
         """Whether so many rows of so many bytes had better bypass the caches."""
@@ -249,8 +263,8 @@ class HostRuntime:
             if seen != epoch:
                 there = f"of {phase} {seen}" if seen else "from before the first call"
                 raise TransportBroken(
-                    f"rank {self.rank}: rank {peer} has signalled {phase} {epoch}, but the header of its rows is {there}: "
-                    "this transport lets a signal overtake its data",
+                    f"rank {self.rank}: rank {peer} has signalled {phase} {epoch}, but the header of its rows is "
+                    f"{there}: this transport lets a signal overtake its data",
                     [peer],
                 )
         refused = [peer for peer, count in counts.items() if count == REFUSED]
