@@ -15,7 +15,7 @@ from typing import Any
 
 from expertwire.errors import InvalidArgument
 from expertwire.ordering import signals
-from expertwire.ordering.explore import Mode, Result, explore
+from expertwire.ordering.explore import Result, explore
 from expertwire.ordering.lowering import Encoding, Settings, cta_threads, network_thread
 from expertwire.ordering.operations import Region, Word
 from expertwire.ordering.profiles import Profile
@@ -152,7 +152,7 @@ def check(
     profile: Profile,
     *,
     num_ranks: int = 2,
-    mode: Mode = "exhaustive",
+    mode: str = "exhaustive",
     max_states: int = 2_000_000,
     seed: int = 0,
     progress: Callable[[int], None] | None = None,
@@ -167,6 +167,31 @@ def check(
         )
     checked = program(model, profile, used, num_ranks, barriers)
     return explore(checked, profile, mode, seed=seed, max_states=max_states, progress=progress)
+
+
+# What our transports do, per profile: the cells of the matrix that must hold.
+CLAIMS = {
+    "rc.spec": ("atomic", "imm"),
+    "rc.hw": ("atomic", "imm"),
+    "rc.ro": ("atomic", "imm"),
+    "rc.ro_pcieatomic": ("imm",),
+    "rc.ooo": ("atomic", "imm"),
+    "srd": ("counted",),
+    "srd.transmit": ("counted",),
+    "shmem": ("put_signal",),
+    "gin.weak": ("put_signal",),
+    "gin.strong": ("strong",),
+    "ucx": ("fence",),
+    "host": ("release",),
+    "ptx": ("release",),
+}
+# Several barriers in a row set one word again before the earlier signal must have landed: they need ordered signals.
+BARRIER_CLAIMS = CLAIMS | {"shmem": ("fence",), "gin.weak": ("atomic",)}
+
+
+def claimed(model: str, mechanism: str, profile: str) -> bool:
+    """Whether we rely on this cell."""
+    return mechanism in (BARRIER_CLAIMS if model == "barrier" else CLAIMS).get(profile, ())
 
 
 def suitable(profile: Profile) -> list[str]:

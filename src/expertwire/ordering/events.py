@@ -159,10 +159,11 @@ def events_of(
         case Notify():
             _notify(profile, op, post, entry, same, earlier, ordered, number)
         case AtomicWrite():
-            waits = _union(same, lambda p: p.flushes | (p.places if p.is_amo else 0))
+            waits = _queue_order(profile, same)
+            waits |= _union(same, lambda p: p.flushes | (p.places if p.is_amo else 0))
             if profile.aw_waits == "placed":
                 waits |= _union(same, lambda p: p.places)
-            _place(profile, post, entry, op.target, op.value, waits, number)
+            _place(post, entry, op.target, op.value, waits, number)
         case Atomic():
             _atomic(profile, op, post, entry, same, number)
         case Read():
@@ -203,13 +204,9 @@ def _accept(profile: Profile, op: Post, post: Posted, same: Sequence[Posted], nu
     return accept
 
 
-def _place(
-    profile: Profile, post: Posted, entry: Event, target: Loc, value: int, waits: int, number: Numbering
-) -> Event:
+def _place(post: Posted, entry: Event, target: Loc, value: int, waits: int, number: Numbering) -> Event:
     """One word becomes visible: to the NIC's own order first, to other observers whenever they like afterwards."""
     event = number.event(Kind.PLACE, post, entry.bit | waits)
-    if profile.place_ww == "fifo_qp":
-        event.after |= waits
     event.target, event.value = number.location(target), value
     event.writes = 1 << event.target
     event.queue, event.entry = entry.queue, event.bit
@@ -218,6 +215,10 @@ def _place(
     post.places |= event.bit
     _show(post, event, target, number)
     return event
+
+
+def _queue_order(profile: Profile, same: Sequence[Posted]) -> int:
+    return _union(same, lambda p: p.places) if profile.place_ww == "fifo_qp" else 0
 
 
 def _show(post: Posted, placed: Event, target: Loc, number: Numbering) -> None:
@@ -232,12 +233,10 @@ def _show(post: Posted, placed: Event, target: Loc, number: Numbering) -> None:
 def _write(
     profile: Profile, op: Write, post: Posted, entry: Event, same: Sequence[Posted], ordered: int, number: Numbering
 ) -> None:
-    waits = ordered
-    if profile.place_ww == "fifo_qp":
-        waits |= _union(same, lambda p: p.places)
+    waits = ordered | _queue_order(profile, same)
     previous: Event | None = None
     for i, target in enumerate(op.target):
-        event = _place(profile, post, entry, target, op.values[i] if op.values else 0, waits, number)
+        event = _place(post, entry, target, op.values[i] if op.values else 0, waits, number)
         event.use = "put"
         number.use(event.target, "put")
         if op.source is not None:
@@ -266,8 +265,8 @@ def _notify(
         covered = same
     else:
         covered = [p for p in same if isinstance(p.op, Write) and p.op.bundle == op.bundle and op.bundle]
-    waits = ordered | _union(covered, lambda p: p.places | p.shown)
-    event = _place(profile, post, entry, op.target, op.value, waits, number)
+    waits = ordered | _queue_order(profile, same) | _union(covered, lambda p: p.places | p.shown)
+    event = _place(post, entry, op.target, op.value, waits, number)
     event.action = event.use = op.action
     number.use(event.target, op.action)
     if op.action == "add":

@@ -229,11 +229,11 @@ def at_least_as_weak(weaker: Profile, stronger: Profile) -> bool:
     """
     if weaker.machine != stronger.machine:
         return False
-    return all(_rank(k, getattr(weaker, k)) <= _rank(k, getattr(stronger, k)) for k in _STRENGTH)
+    return all(_rank(k, getattr(weaker, k)) <= _rank(k, getattr(stronger, k)) for k in STRENGTH)
 
 
 # each knob's values from weakest to strongest
-_STRENGTH: dict[str, tuple[Any, ...]] = {
+STRENGTH: dict[str, tuple[Any, ...]] = {
     "wire": ("any", "fifo"),
     "place_ww": ("any", "fifo_qp", "fifo_nic"),
     "in_message": ("any", "block", "ascending"),
@@ -256,4 +256,4 @@ _STRENGTH: dict[str, tuple[Any, ...]] = {
 
 
 def _rank(knob: str, value: Any) -> int:
-    return _STRENGTH[knob].index(value)
+    return STRENGTH[knob].index(value)
