@@ -11,6 +11,7 @@ import mmap
 import os
 import select
 import sys
+import weakref
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,6 +46,12 @@ def _map(descriptor: int, num_bytes: int) -> NDArray[np.uint8]:
     return np.frombuffer(memory, np.uint8)
 
 
+def _close_all(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+    descriptors.clear()
+
+
 class Shm(Transport):
     name = "shm"
     mechanism = "stores to shared memory, then a release store of the word; acquire load"
@@ -56,6 +63,7 @@ class Shm(Transport):
         own = -1
         opened: list[int] = []
         self._processes: list[int] = []
+        self._release = weakref.finalize(self, _close_all, self._processes)
         try:
             try:
                 own = os.memfd_create("expertwire")
@@ -110,6 +118,4 @@ class Shm(Transport):
 
     def close(self) -> None:
         super().close()
-        for descriptor in self._processes:
-            os.close(descriptor)
-        self._processes = []
+        self._release()
