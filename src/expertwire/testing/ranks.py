@@ -15,6 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -73,6 +74,7 @@ class Processes:
         self._start_timeout_s = start_timeout_s
         self._processes: list[SpawnProcess] = []
         self._pipes: list[Connection] = []
+        self._groups: set[int] = set()  # sizes of the process groups that exist
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     @property
@@ -115,8 +117,11 @@ class Processes:
         message = _dumps((num_ranks, fn, args))
         if not self._processes:
             self._start()
-        for pipe in self._pipes[:num_ranks]:
-            pipe.send_bytes(message)
+        if num_ranks not in self._groups:  # made by all processes together, also by those outside
+            self._send(_dumps((num_ranks, None, ())), self.max_ranks)
+            self._expect_all("make a group")
+            self._groups.add(num_ranks)
+        self._send(message, num_ranks)
         outcomes: list[Outcome] = []
         try:
             for outcome in self._answers(num_ranks, timeout_s):
@@ -143,7 +148,7 @@ class Processes:
                 rank = ranks.pop(pipe)
                 try:
                     value, error = _loads(pipe.recv_bytes())
-                except EOFError:  # the process has ended
+                except (EOFError, ConnectionError):  # the process has ended
                     self._processes[rank].join()
                     yield Outcome(rank, exit_code=self._processes[rank].exitcode)
                 else:
@@ -162,6 +167,16 @@ class Processes:
             theirs.close()
             self._processes.append(process)
             self._pipes.append(ours)
+        self._expect_all("start")
+        self._groups = {self.max_ranks}
+
+    def _send(self, message: bytes, num_ranks: int) -> None:
+        for pipe in self._pipes[:num_ranks]:
+            with suppress(ConnectionError):  # a process that has ended shows when its answer is read
+                pipe.send_bytes(message)
+
+    def _expect_all(self, what: str) -> None:
+        """Every process answers that it could do `what`; otherwise none is left and RankError says why."""
         try:
             problems = [outcome for outcome in self._answers(self.max_ranks, self._start_timeout_s) if not outcome.ok]
         except BaseException:
@@ -170,7 +185,7 @@ class Processes:
         if problems:
             self.close(grace_s=0)
             reason = problems[0].error or f"exit code {problems[0].exit_code}"
-            raise RankError(f"the process of rank {problems[0].rank} did not start: {reason!r}")
+            raise RankError(f"the process of rank {problems[0].rank} did not {what}: {reason!r}")
 
     def close(self, grace_s: float = 5.0) -> None:
         """End all processes: idle ones leave by themselves; SIGKILL for what is left after `grace_s`. Idempotent."""
@@ -219,9 +234,10 @@ def _serve(pipe: Connection, rank: int, max_ranks: int, store_path: str) -> None
         value, failure = None, None
         try:
             num_ranks, fn, args = _loads(message)
-            if num_ranks not in groups:
-                groups[num_ranks] = dist.new_group(range(num_ranks), use_local_synchronization=True)
-            value = fn(groups[num_ranks], *args)
+            if fn is None:
+                groups[num_ranks] = dist.new_group(range(num_ranks))
+            else:
+                value = fn(groups[num_ranks], *args)
         except BaseException as error:  # noqa: BLE001  # carried over to the parent
             failure = error
         pipe.send_bytes(_answer(rank, value, failure))
