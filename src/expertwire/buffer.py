@@ -156,7 +156,8 @@ class Buffer:
                            bytes travel as they are
         topk_idx           [T, num_topk] int32 or int64 expert ids, -1 = no selection; a token may name an expert twice
         topk_weights       [T, num_topk] float32; combine of an EXPERT_* layout weights by them
-        handle             repeat the routing of an earlier dispatch in place of the two
+        handle             repeat the routing of an earlier dispatch in place of the two; its layout, alignment and kind
+                           of counts hold again
         layout, expert_alignment   how received rows are arranged, see `Layout`
         wire               None or BF16(), or FP8Block(): how x travels and, unless its `decode`, arrives
         counts             "host": exact shapes and host lists; "device": worst-case shapes, valid rows are a prefix
