@@ -36,8 +36,8 @@ class World:
         seed: int = 0,
         schedule: str = "adversary",
     ) -> None:
-        if num_ranks < 1:
-            raise InvalidArgument(f"World: num_ranks must be >= 1, got {num_ranks}")
+        if not isinstance(num_ranks, int) or isinstance(num_ranks, bool) or num_ranks < 1:
+            raise InvalidArgument(f"World: num_ranks must be an int >= 1, got {num_ranks!r}")
         if device != "cpu":
             raise TransportUnavailable(f"World: device={device!r} is not offered by this version; use device='cpu'")
         self.num_ranks = num_ranks

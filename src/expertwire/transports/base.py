@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from expertwire.errors import TransportUnavailable
 
 
 class Bootstrap(Protocol):
@@ -21,6 +24,16 @@ class Bootstrap(Protocol):
     def all_gather(self, value: object) -> list[Any]:
         """Every rank's value, in rank order. Collective."""
         ...
+
+
+def require_memory(window_bytes: int) -> None:
+    """Raise if a window exceeds the memory of this machine: the kernel would hand it out, and fail at its use."""
+    machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if window_bytes > machine_bytes:
+        raise TransportUnavailable(
+            f"a window of {window_bytes} bytes per rank does not fit: this machine has {machine_bytes} of memory. "
+            "Lower num_max_tokens_per_rank or max_in_flight; Buffer.size_hint tells the size"
+        )
 
 
 class Transport(ABC):

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from expertwire.errors import PeerLost, WorldAborted
-from expertwire.transports.base import Bootstrap, Transport
+from expertwire.transports.base import Bootstrap, Transport, require_memory
 
 
 class Turns(Protocol):
@@ -109,6 +109,7 @@ class Inproc(Transport):
         assert isinstance(bootstrap, Rank)
         self.rank, self.num_ranks = bootstrap.rank, bootstrap.num_ranks
         self._crew = bootstrap.crew
+        require_memory(window_bytes)
         # np.zeros maps fresh pages that cost nothing until they are touched.
         self.windows = bootstrap.all_gather(np.zeros(window_bytes, np.uint8))
 

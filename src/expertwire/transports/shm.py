@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from expertwire.errors import TransportUnavailable
-from expertwire.transports.base import Bootstrap, Transport
+from expertwire.transports.base import Bootstrap, Transport, require_memory
 
 _HUGE_PAGE_BYTES = 2 << 20
 
@@ -58,6 +58,7 @@ class Shm(Transport):
     profile = "host"
 
     def __init__(self, bootstrap: Bootstrap, window_bytes: int) -> None:
+        require_memory(window_bytes)
         self.rank, self.num_ranks = bootstrap.rank, bootstrap.num_ranks
         self.windows = []
         own = -1
