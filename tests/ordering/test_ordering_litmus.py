@@ -8,7 +8,7 @@ from expertwire.ordering.explore import Verdict, explore
 from expertwire.ordering.litmus_text import parse_program, parse_query
 
 ROWS = list(litmus.table().values())
-CASES = [(row, case) for row in ROWS for case in row.cases]
+CASES = [(row, case) for row in ROWS for case in row.cases if case.build is None]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
@@ -68,7 +68,9 @@ def test_forbidden_rests_on_a_promise(row):
     for case in row.cases:
         ordered = any(word in text for text in case.threads.values() for word in ("fence", "quiet", "strong", "flush"))
         base = profiles.get(case.profiles[0])
-        if case.verdict != "F" or base.machine == "ptx" or ordered or row.id in _ALWAYS or "#" in str(case.threads):
+        if case.verdict != "F" or not case.query or base.machine == "ptx" or ordered:
+            continue
+        if row.id in _ALWAYS or "#" in str(case.threads):
             continue
         program = litmus.program_of(row, case, nothing)
         assert explore(program, nothing, query=parse_query(case.query)).verdict is Verdict.FAILS
@@ -76,7 +78,7 @@ def test_forbidden_rests_on_a_promise(row):
 
 def test_number_of_rows():
     run = [row for row in ROWS if row.cases]
-    assert len(run) >= 150
+    assert len(run) == len(ROWS) == 174
 
 
 def test_contested_rows_have_readings_that_differ():

@@ -12,12 +12,12 @@ from __future__ import annotations
 import functools
 import importlib.resources
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from expertwire.errors import InvalidArgument
-from expertwire.ordering import profiles
+from expertwire.ordering import deepep, profiles
 from expertwire.ordering.explore import Result, Verdict, explore
 from expertwire.ordering.litmus_text import parse_program, parse_query
 from expertwire.ordering.profiles import Profile
@@ -31,13 +31,15 @@ _RC = ("rc.spec", "rc.hw", "rc.ro", "rc.ro_pcieatomic", "rc.ooo")
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One program with one query on some profiles, and the verdict that the source gives."""
+    """One program with one query on some profiles, and the verdict that the source gives. With `build` the program is a
+    model that checks itself."""
 
     profiles: tuple[str, ...]
     verdict: str
     threads: Mapping[str, str]
     query: str
     remark: str = ""
+    build: Callable[[], Program] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,9 @@ def _row(lines: list[str]) -> Row:
     name, where, verdict, confidence, source = (part.strip() for part in lines[0].split(" | "))
     if where == "-":
         return Row(name, verdict, confidence, source, (), lines[1].strip())
+    if where == "deepep":
+        modelled = tuple(Case(c.profiles, c.verdict, {}, "", c.remark, c.build) for c in deepep.SCENARIOS[name])
+        return Row(name, verdict, confidence, source, modelled)
     cases: list[Case] = []
     threads: dict[str, str] = {}
     query, amended, heading = "", "", (where, verdict, "")
@@ -142,6 +147,8 @@ def _expand(where: str) -> tuple[str, ...]:
 
 def program_of(row: Row, case: Case, profile: Profile) -> Program:
     """The program of a case."""
+    if case.build is not None:
+        return case.build()
     if profile.machine == "ptx":
         return parse_ptx(row.id, case.threads, profile)
     return parse_program(row.id, case.threads)
@@ -155,7 +162,8 @@ def run_row(row: Row, profile: str | None = None, reduce: bool = True) -> RowRes
         for name in case.profiles:
             if profile is None or name.partition("+")[0] == profile:
                 used = profiles.get(name)
-                result = explore(program_of(row, case, used), used, query=parse_query(case.query), reduce=reduce)
+                query = parse_query(case.query) if case.query else None
+                result = explore(program_of(row, case, used), used, query=query, reduce=reduce)
                 findings.append(Finding(name, case.verdict, _letter(result), result))
     return RowResult(row, tuple(findings), time.perf_counter() - started)
 

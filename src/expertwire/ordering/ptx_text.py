@@ -113,7 +113,7 @@ def _parse(text: str, profile: Profile) -> list[PtxAction]:
                 return [Ld(_loc(condition[1]), order, scope, register, proxy, compare, int(condition[3]))]
             return [Ld(_loc(operand), order, scope, register, proxy)]
         case "atom" | "red":
-            target, value = operand.split("+")
+            target, value = re.split(r"(?=[+-])", operand)
             return [Rmw(_loc(target), int(value), "add", 0, order, scope, register, proxy)]
         case "exch":
             target, value = operand.split("=")

@@ -1,0 +1,109 @@
+"""`expertwire check` and `expertwire litmus`: what is printed, exit codes, JSON, and names that do not exist."""
+
+import json
+
+import pytest
+
+from expertwire.cli import jobs, litmus, models
+from expertwire.cli.main import run
+from expertwire.ordering import litmus as rows
+
+
+def test_the_seed_question(capsys):
+    assert run(["check", "dispatch", "--signal", "write", "--profile", "rc.spec"]) == 1
+    out = capsys.readouterr().out
+    assert "fails" in out
+    assert "STALE READ" in out
+    assert "what happens" in out
+
+
+@pytest.mark.parametrize(("signal", "words"), [("atomic", "states"), ("imm", "completion entries 0 at the writer, 1")])
+def test_a_sound_signal_holds_and_shows_its_cost(capsys, signal, words):
+    assert run(["check", "dispatch", "--signal", signal, "--profile", "rc.spec"]) == 0
+    out = capsys.readouterr().out
+    assert "holds" in out
+    assert words in out
+
+
+def test_pcie_atomics_break_the_atomic(capsys):
+    assert run(["check", "dispatch", "--signal", "atomic", "--profile", "rc.ro_pcieatomic", "--json"]) == 1
+    data = json.loads(capsys.readouterr().out)
+    assert data["verdict"] == "fails"
+    assert data["trace"]["violation"]["kind"] == "stale read"
+    again = ["check", "dispatch", "--signal", "atomic", "--profile", "rc.ro_pcieatomic", "--trace", data["trace"]["id"]]
+    assert run([*again, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == data["trace"]
+
+
+def test_other_modes_do_not_claim_a_proof(capsys):
+    arguments = ["check", "barrier", "--signal", "atomic", "--profile", "rc.spec", "--mode", "pct"]
+    assert run(arguments) == 0
+    assert "bound reached" in capsys.readouterr().out
+
+
+def test_matrix_of_one_protocol(capsys):
+    assert run(["check", "barrier", "--profile", "shmem"]) == 0
+    out = capsys.readouterr().out
+    assert "holds*" in out
+    assert "hang" in out
+
+
+def test_a_broken_claim_fails_the_matrix(capsys, monkeypatch):
+    monkeypatch.setitem(models.CLAIMS, "rc.spec", ("write",))
+    assert run(["check", "dispatch", "--profile", "rc.spec"]) == 1
+    assert "CLAIM BROKEN: dispatch with signal write on rc.spec: stale read" in capsys.readouterr().out
+
+
+def test_weakest(capsys):
+    assert run(["check", "--weakest", "dispatch", "--signal", "atomic", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == [
+        {"signal": "atomic", "profile": "rc.ooo", "needs": {"amo_waits": "placed"}}
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["check", "gather"], "unknown protocol 'gather'; valid: dispatch, "),
+        (["check", "dispatch", "--signal", "smoke"], "unknown signal 'smoke'; valid: write, "),
+        (["check", "dispatch", "--profile", "ib"], "unknown profile 'ib'; valid: rc.spec, "),
+        (["check", "dispatch", "--mode", "deep"], "unknown mode 'deep'; valid: exhaustive, "),
+        (["check", "dispatch", "--signal", "imm", "--profile", "shmem"], "does not exist on shmem; valid: write, "),
+        (["check"], "name a protocol"),
+        (["litmus", "--id", "R99"], "unknown litmus row 'R99'; valid: R1, "),
+    ],
+)
+def test_wrong_use_lists_what_is_valid(capsys, arguments, message):
+    assert run(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_litmus_row_shows_program_and_schedule(capsys):
+    assert run(["litmus", "--id", "R2p"]) == 0
+    out = capsys.readouterr().out
+    assert "put q x=1; amo q f+1" in out
+    assert "PLACED B.f" in out
+
+
+def test_litmus_disagreement_is_an_exit_code(capsys, monkeypatch):
+    text = "X1 | rc.spec | F | hi | nobody\n  A: put q x=1; put q f=1\n  B: wait f==1; r=x\n  ? r==0"
+    monkeypatch.setattr(litmus.rows, "run", lambda ids, profile: [rows.run_row(row) for row in rows.parse_table(text)])
+    assert run(["litmus"]) == 1
+    assert "DISAGREES" in capsys.readouterr().out
+
+
+def test_litmus_json(capsys):
+    assert run(["litmus", "--profile", "ucx", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert {row["id"] for row in data} == {"U1", "U2", "U3"}
+    assert all(row["agrees"] for row in data)
+
+
+def test_interrupt_returns_what_is_done():
+    cells = [jobs.Job("barrier", "atomic", "rc.spec"), jobs.Job("dispatch", "atomic", "rc.spec", num_ranks=3)]
+
+    def interrupt(done, states):
+        if done:
+            raise KeyboardInterrupt
+
+    assert [c.model for c in jobs.run_jobs(cells, interrupt, num_workers=1)] == ["barrier"]
