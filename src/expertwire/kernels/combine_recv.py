@@ -27,44 +27,40 @@ from expertwire.kernels.routing import COMBINE_DONE, COMBINE_READY, DONE, WHERE_
 
 @triton.jit
 def sum_rows(
-    sources, weights, biases, out, tokens, columns, num_tokens,
-    K: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, hidden: tl.constexpr,
-    WEIGHTED: tl.constexpr, NUM_BIASES: tl.constexpr,
+    row_bases, where, weights, biases, out, tokens, columns, num_tokens,
+    SENDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, hidden: tl.constexpr, WEIGHTED: tl.constexpr,
+    NUM_BIASES: tl.constexpr,
 ):  # fmt: skip
-    """out[token] = biases + sum over slots of weight * row, for ROWS tokens and some columns.
-
-    sources [ROWS, SLOTS] int64 addresses of rows, 0 = none; weights [ROWS, SLOTS] float32; biases [NUM_BIASES] int64
-    addresses of [T, hidden] tensors.
-    """
-    slot = tl.arange(0, SLOTS)[None, :]
+    """out[token] = biases + sum over places of weight * row, for ROWS tokens and some columns."""
     inside = (columns < hidden)[None, :]
-    live = (tokens < num_tokens)[:, None] & inside
-    at = tokens.to(tl.int64)[:, None] * hidden + columns[None, :]
+    live = tokens < num_tokens
+    at = tokens[:, None] * hidden + columns[None, :]
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for b in tl.static_range(NUM_BIASES):
         bias = tl.multiple_of(tl.load(biases + b).to(tl.pointer_type(tl.bfloat16)), 16)
-        total += tl.load(bias + at, mask=live, other=0.0).to(tl.float32)
-    for k in tl.static_range(K):
-        source = tl.sum(tl.where(slot == k, sources, 0), axis=1)
-        row = tl.multiple_of(source.to(tl.pointer_type(tl.bfloat16)), 16)
-        present = (source != 0)[:, None]
+        total += tl.load(bias + at, mask=live[:, None] & inside, other=0.0).to(tl.float32)
+    for nth in tl.static_range(SENDS):
+        place = tl.load(where + tokens * SENDS + nth, mask=live, other=-1)
+        base = tl.load(row_bases + (tl.maximum(place, 0) >> WHERE_RANK), mask=place >= 0, other=0)
+        row = tl.multiple_of((base + (place & WHERE_ROW) * (2 * hidden)).to(tl.pointer_type(tl.bfloat16)), 16)
+        present = (place >= 0)[:, None]
         value = tl.load(row[:, None] + columns[None, :], mask=present & inside, other=0.0).to(tl.float32)
         if WEIGHTED:
-            weight = tl.sum(tl.where(slot == k, weights, 0.0), axis=1)
+            weight = tl.load(weights + tokens * SENDS + nth, mask=live, other=0.0)
             value = tl.where(present, value * weight[:, None], 0.0)
         total += value  # adding +0 for an absent row changes nothing, since a sum from +0 is never -0
-    tl.store(out + at, total.to(tl.bfloat16), mask=live)
+    tl.store(out + at, total.to(tl.bfloat16), mask=live[:, None] & inside)
 
 
 @triton.jit(do_not_specialize=["rank", "num_tokens", "spin_limit"])
 def combine_gather(
     row_bases, where, topk_weights, biases, out, word_bases, epochs, tickets, dispatch_epochs, status,
     rank, num_tokens, spin_limit,
-    R: tl.constexpr, RANKS: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, PARTS: tl.constexpr, hidden: tl.constexpr, WEIGHTED: tl.constexpr,
-    NUM_BIASES: tl.constexpr, FINISH: tl.constexpr,
+    R: tl.constexpr, RANKS: tl.constexpr, SENDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr, hidden: tl.constexpr, WEIGHTED: tl.constexpr, NUM_BIASES: tl.constexpr, FINISH: tl.constexpr,
 ):  # fmt: skip
-    """Rows of rank r lie at row_bases[r] + row * 2 * hidden. `where` [T, K] as in `routing`; out [T, hidden] bfloat16.
+    """Rows of rank r lie at row_bases[r] + row * 2 * hidden. `where` [T, SENDS] names a token's rows, -1 = none
+    (SENDS = K; COMPACT: `sends_to` of the plan); topk_weights [T, SENDS] if WEIGHTED; out [T, hidden] bfloat16.
 
     PARTS blocks of COLUMNS columns make a row; a unit of work is ROWS tokens and one part. With FINISH the last block
     also signals that the views of the dispatch have been given back.
@@ -75,23 +71,15 @@ def combine_gather(
         if block == 0:
             signal(word_bases, COMBINE_READY, epoch, 0, rank, R, RANKS)
         await_peers(word_bases, COMBINE_READY, epoch, rank, status, spin_limit, R, RANKS)
-    slot = tl.arange(0, SLOTS)[None, :]
     for unit in range(block, tl.cdiv(num_tokens, ROWS) * PARTS, tl.num_programs(0)):
-        tokens = unit // PARTS * ROWS + tl.arange(0, ROWS)
+        tokens = unit // PARTS * ROWS + tl.arange(0, ROWS).to(tl.int64)
         columns = unit % PARTS * COLUMNS + tl.arange(0, COLUMNS)
-        at = tokens.to(tl.int64)[:, None] * K + slot
-        listed = (tokens < num_tokens)[:, None] & (slot < K)
-        place = tl.load(where + at, mask=listed, other=-1)
-        weights = tl.load(topk_weights + at, mask=listed, other=0.0) if WEIGHTED else tl.zeros([ROWS, SLOTS], tl.float32)
-        bases = tl.load(row_bases + (tl.maximum(place, 0) >> WHERE_RANK), mask=place >= 0, other=0)
-        sources = tl.where(place >= 0, bases + (place & WHERE_ROW) * (2 * hidden), 0)
         sum_rows(
-            sources, weights, biases, out, tokens, columns, num_tokens,
-            K, SLOTS, ROWS, COLUMNS, hidden, WEIGHTED, NUM_BIASES,
+            row_bases, where, topk_weights, biases, out, tokens, columns, num_tokens,
+            SENDS, ROWS, COLUMNS, hidden, WEIGHTED, NUM_BIASES,
         )  # fmt: skip
     if R > 1:
-        last = ticket_acq_rel(tickets) == tl.num_programs(0) - 1
-        if last:
+        if ticket_acq_rel(tickets) == tl.num_programs(0) - 1:
             tl.store(tickets, 0)
             tl.store(epochs, epoch)
             signal(word_bases, COMBINE_DONE, epoch, 0, rank, R, RANKS)

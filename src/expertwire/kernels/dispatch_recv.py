@@ -20,16 +20,16 @@ from expertwire.kernels.memory import ticket_acq_rel
 from expertwire.kernels.routing import DONE, READY, await_peers, signal
 
 
-@triton.jit(do_not_specialize=["rank", "spin_limit"])
+@triton.jit(do_not_specialize=["rank", "L", "spin_limit"])
 def await_rows(
-    word_bases, count_bases, own_experts, expert_counts, rank_counts, epochs, status, rank, spin_limit,
-    R: tl.constexpr, RANKS: tl.constexpr, E: tl.constexpr, L: tl.constexpr, LOCAL: tl.constexpr, TOTAL: tl.constexpr,
+    word_bases, count_bases, own_experts, expert_counts, rank_counts, epochs, status, rank, L, spin_limit,
+    R: tl.constexpr, RANKS: tl.constexpr, E: tl.constexpr, LOCAL: tl.constexpr, TOTAL: tl.constexpr,
 ):  # fmt: skip
     """One block: wait for the rows of the step that was sent last in this bank; with TOTAL, also count them."""
     epoch = tl.load(epochs)
     await_peers(word_bases, READY, epoch, rank, status, spin_limit, R, RANKS)
     if TOTAL:
-        total_counts(count_bases, own_experts, expert_counts, rank_counts, rank, R, RANKS, E, L, LOCAL)
+        total_counts(count_bases, own_experts, expert_counts, rank_counts, rank, L, R, RANKS, E, LOCAL)
 
 
 @triton.jit(do_not_specialize=["rank"])

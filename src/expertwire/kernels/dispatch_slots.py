@@ -62,18 +62,17 @@ def _send_counts(
 
 
 @triton.jit
-def _rows_before(ids, token, topk_idx, num_tokens, E: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr):
+def _rows_before(ids, token, topk_idx, E: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr):
     """For each of the token's ids [SLOTS]: how many earlier tokens of this rank selected the same expert."""
-    everyone = load_block(topk_idx, 0, num_tokens, E, K, SLOTS, TOKENS, False)
-    same = (everyone[None, :, :] == ids[:, None, None]).to(tl.int32)
-    earlier = (tl.arange(0, TOKENS) < token).to(tl.int32)
-    return tl.sum(tl.max(same, axis=2) * earlier[None, :], axis=1)
+    earlier = load_block(topk_idx, 0, token, E, K, SLOTS, TOKENS, False)
+    same = ((earlier[None, :, :] == ids[:, None, None]) & (ids >= 0)[:, None, None]).to(tl.int32)
+    return tl.sum(tl.max(same, axis=2), axis=1)
 
 
 @triton.jit
 def total_counts(
-    count_bases, own_experts, expert_counts, rank_counts, rank,
-    R: tl.constexpr, RANKS: tl.constexpr, E: tl.constexpr, L: tl.constexpr, LOCAL: tl.constexpr,
+    count_bases, own_experts, expert_counts, rank_counts, rank, L,
+    R: tl.constexpr, RANKS: tl.constexpr, E: tl.constexpr, LOCAL: tl.constexpr,
 ):  # fmt: skip
     """What this rank receives, from the counts in its window: per local expert, and rows per source rank."""
     counts = tl.load(count_bases + rank).to(tl.pointer_type(tl.int32))
@@ -88,12 +87,12 @@ def total_counts(
     tl.store(rank_counts + source, rows, mask=source < R)
 
 
-@triton.jit(do_not_specialize=["rank", "num_tokens", "spin_limit", "room"])
+@triton.jit(do_not_specialize=["rank", "num_tokens", "spin_limit", "room", "L"])
 def dispatch_slots(
     x, topk_idx, where, expert_counts, rank_counts,
     word_bases, count_bases, row_bases, home, own_experts, epochs, tickets, status,
-    rank, num_tokens, room, spin_limit,
-    R: tl.constexpr, RANKS: tl.constexpr, E: tl.constexpr, BINS: tl.constexpr, L: tl.constexpr, LOCAL: tl.constexpr,
+    rank, num_tokens, room, L, spin_limit,
+    R: tl.constexpr, RANKS: tl.constexpr, E: tl.constexpr, BINS: tl.constexpr, LOCAL: tl.constexpr,
     K: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr,
     hidden: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
     FP8: tl.constexpr, UE8M0: tl.constexpr, sf_bytes: tl.constexpr, sf_at, meta_at, RECEIVE: tl.constexpr,
@@ -123,13 +122,14 @@ def dispatch_slots(
             at_home = tl.load(home + tl.maximum(ids, 0), mask=ids >= 0, other=0)
             owner = (at_home >> HOME_RANK).to(tl.int64)
             bases = tl.load(row_bases + owner, mask=ids >= 0, other=0)
-            index = _rows_before(ids, token, topk_idx, num_tokens, E, K, SLOTS, TOKENS)
+            index = _rows_before(ids, token, topk_idx, E, K, SLOTS, TOKENS)
             if FP8:
                 payload, scales = encode_blocks(values, UE8M0)
             else:
                 payload, scales = values, tl.zeros([LINES], tl.int32)
             if R > 1:
-                await_peers(word_bases, COUNTS, epoch, rank, status, spin_limit, R, RANKS)
+                if unit == block - R:
+                    await_peers(word_bases, COUNTS, epoch, rank, status, spin_limit, R, RANKS)
                 counts = tl.load(count_bases + rank).to(tl.pointer_type(tl.int32))
                 source = tl.arange(0, RANKS)
                 lower = tl.load(
@@ -167,7 +167,7 @@ def dispatch_slots(
             signal(word_bases, READY, epoch, 0, rank, R, RANKS)
             if RECEIVE:
                 await_peers(word_bases, READY, epoch, rank, status, spin_limit, R, RANKS)
-                total_counts(count_bases, own_experts, expert_counts, rank_counts, rank, R, RANKS, E, L, LOCAL)
+                total_counts(count_bases, own_experts, expert_counts, rank_counts, rank, L, R, RANKS, E, LOCAL)
     elif block == 0:
         tl.debug_barrier()
-        total_counts(count_bases, own_experts, expert_counts, rank_counts, rank, R, RANKS, E, L, LOCAL)
+        total_counts(count_bases, own_experts, expert_counts, rank_counts, rank, L, R, RANKS, E, LOCAL)

@@ -111,6 +111,7 @@ class Step:
     bank: int
     layout: Layout
     where: torch.Tensor
+    sends_to: torch.Tensor  # [T, min(K, R)] for COMPACT: the places of `where` one after another; else `where` itself
     expert_counts: torch.Tensor
     padded_counts: torch.Tensor
     offsets: torch.Tensor
@@ -133,6 +134,8 @@ class DeviceEngine:
         self.num_sms, self.spin_limit = num_sms, spin_limit
         self.num_experts = placement.num_experts
         self.num_local_experts = len(placement.local_experts(self.rank))
+        most = max(len(placement.local_experts(rank)) for rank in range(self.num_ranks))
+        self._local = pow2(most)  # the same on all ranks, so that they compile the same kernels
         self.window = DeviceWindow(self.num_ranks, self.num_experts, num_banks)
         self._own, addresses = memory.allocate(self.window.total_bytes)
         self.banks = [
@@ -151,10 +154,11 @@ class DeviceEngine:
         start = {rank: by_owner.index(next(e for e in by_owner if owners[e] == rank)) for rank in set(owners)}
         self.by_owner = self._int32(by_owner)
         self.owner_start = self._int32([start[owners[e]] for e in by_owner])
-        self.status = torch.zeros(self.num_ranks, 4, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        self.status = torch.zeros(self.num_ranks, 4, dtype=torch.int64, device=self.device)
         self._places: dict[tuple[Layout, Rows, int], Places] = {}
         self._scratch: dict[str, torch.Tensor] = {}
         self._nothing = self._int64([0])
+        self.compiling = False  # launches compile and load only: ranks must not compile while another rank waits
 
     def _int64(self, values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64).to(self.device)
@@ -171,6 +175,17 @@ class DeviceEngine:
         if found is None or found.numel() < size:
             found = self._scratch[name] = torch.empty(size, dtype=dtype, device=self.device)
         return found
+
+    def _launch(self, kernel: Any, grid: int, *args: Any, **options: Any) -> None:
+        if self.compiling:
+            kernel.warmup(*args, grid=(grid,), **options)._init_handles()  # compiles, and loads the module
+        else:
+            kernel[(grid,)](*args, **options)
+
+    def _resident(self, warps: int) -> int:
+        """Blocks of so many warps that surely fit into this rank's share of the device at once: 16 warps per SM do,
+        since none of the kernels that wait uses more than 128 registers."""
+        return self.num_sms * max(1, 16 // warps)
 
     # -- places ----------------------------------------------------------------------------------------------------
 
@@ -205,7 +220,10 @@ class DeviceEngine:
         where = self._empty(torch.int64, topk_idx.shape[0], self.num_topk)
         counts = torch.zeros(3 * num_local + 1 + ranks, dtype=torch.int32, device=self.device)
         parts = counts.split([num_local, num_local, num_local + 1, ranks])
-        return Step(bank, layout, where, *parts, topk_idx, topk_weights)
+        sends_to = where
+        if layout is Layout.COMPACT and ranks < self.num_topk:
+            sends_to = self._empty(torch.int64, topk_idx.shape[0], ranks)
+        return Step(bank, layout, where, sends_to, *parts, topk_idx, topk_weights)
 
     def fits_fused(self) -> bool:
         slots = pow2(self.num_topk)
@@ -220,31 +238,33 @@ class DeviceEngine:
         total = ceil_div(self.hidden, rows.block)
         if lines is None:
             lines = pow2(total)
-            while lines > 8 and num_tokens * ceil_div(total, lines) < self.num_sms:
+            while lines > 8 and num_tokens * ceil_div(total, lines // 2) <= self.num_sms:
                 lines //= 2
         lines = max(lines, 4)
+        warps = warps or max(2, min(8, lines * rows.block // 512))
         parts = ceil_div(total, lines)
         grid = num_tokens * parts + self.num_ranks
         if self.num_ranks > 1:
-            grid = min(grid, self.num_ranks + self.num_sms)
-        dispatch_slots[(max(grid, self.num_ranks + 1),)](
+            grid = min(grid, self._resident(warps))
+        self._launch(
+            dispatch_slots, max(grid, self.num_ranks + 1),
             x, step.topk_idx, step.where, step.expert_counts, step.rank_counts,
             bank.words, bank.counts, places.bases[step.bank], self.home, self.own_experts,
             bank.epochs, bank.tickets, self.status,
-            self.rank, num_tokens, self.num_ranks * self.capacity, self.spin_limit,
+            self.rank, num_tokens, self.num_ranks * self.capacity, self.num_local_experts, self.spin_limit,
             R=self.num_ranks, RANKS=self._ranks, E=self.num_experts, BINS=pow2(self.num_experts + 1),
-            L=self.num_local_experts, LOCAL=pow2(self.num_local_experts), K=self.num_topk, SLOTS=pow2(self.num_topk),
+            LOCAL=self._local, K=self.num_topk, SLOTS=pow2(self.num_topk),
             TOKENS=pow2(self.capacity), hidden=self.hidden, LINES=lines, BLOCK=rows.block, PARTS=parts,
             FP8=rows.fp8, UE8M0=rows.ue8m0, sf_bytes=rows.sf_bytes, sf_at=places.region.sf, meta_at=places.region.meta,
-            RECEIVE=receive, num_warps=warps or max(2, min(8, lines * rows.block // 1024)),
+            RECEIVE=receive, num_warps=warps,
         )  # fmt: skip
 
-    def plan(self, step: Step, alignment: int = 1) -> None:
-        """Counts, exchange, and the row of every selection."""
+    def plan(self, step: Step, places: Places, alignment: int = 1) -> None:
+        """Counts, exchange, the row of every selection, and its routing at the destination."""
         bank, num_tokens = self.banks[step.bank], step.topk_idx.shape[0]
-        slots, layout = pow2(self.num_topk), LAYOUTS[step.layout]
-        tokens = max(1, min(32, 4096 // (slots * slots)))
-        while ceil_div(self.capacity, tokens) > 512 and tokens * slots * slots < 1 << 15:
+        slots, layout, weights = pow2(self.num_topk), LAYOUTS[step.layout], step.topk_weights
+        tokens = max(1, min(64, 4096 // (slots * slots)))
+        while ceil_div(self.capacity, tokens) > 256 and tokens * slots * slots < 1 << 15:
             tokens *= 2
         num_blocks = max(1, ceil_div(num_tokens, tokens))
         width = self.num_experts + self.num_ranks
@@ -253,24 +273,32 @@ class DeviceEngine:
         keys = self._reuse("keys", torch.int32, self.capacity * self.num_topk)
         block_counts = self._reuse("block_counts", torch.int32, ceil_div(self.capacity, tokens) * width)
         first_rows = self._reuse("first_rows", torch.int32, width)
-        plan_count[(num_blocks,)](
-            step.topk_idx, keys, block_counts, self._reuse("totals", torch.int32, width), first_rows,
+        sends = step.sends_to.shape[1]
+        self._launch(
+            plan_count, num_blocks,
+            step.topk_idx, keys, step.sends_to, block_counts, self._reuse("totals", torch.int32, width), first_rows,
             self._reuse("scratch", torch.int32, experts),
             step.expert_counts, step.padded_counts, step.offsets, step.rank_counts,
             bank.words, bank.counts, self.home, self.by_owner, self.owner_start, bank.epochs, bank.tickets, self.status,
             self.rank, num_tokens, num_blocks, self.num_ranks * self.capacity, alignment, self.spin_limit,
             R=self.num_ranks, RANKS=self._ranks, E=self.num_experts, EXPERTS=experts,
             EXPERT_BINS=pow2(self.num_experts + 1), RANK_BINS=pow2(self.num_ranks + 1), K=self.num_topk, SLOTS=slots,
-            TOKENS=tokens, BLOCKS=blocks, COLUMNS=min(pow2(width), max(16, 8192 // blocks)), LAYOUT=layout, num_warps=8,
+            TOKENS=tokens, BLOCKS=blocks, COLUMNS=min(pow2(width), max(16, 32768 // blocks)), LAYOUT=layout, SENDS=sends,
+            num_warps=16,
         )  # fmt: skip
-        plan_place[(num_blocks,)](
-            keys, block_counts, first_rows, self.home, step.where, num_tokens,
-            R=self.num_ranks, E=self.num_experts, K=self.num_topk, TOKENS=tokens, ENTRIES=pow2(tokens * self.num_topk),
-            CHUNK=32, LAYOUT=layout, num_warps=4,
+        parts = 2 if tokens % 2 == 0 else 1
+        entries = pow2(tokens // parts * self.num_topk)
+        self._launch(
+            plan_place, num_blocks * parts,
+            keys, block_counts, first_rows, step.topk_idx, weights, self.home, places.bases[step.bank], step.where,
+            step.sends_to, num_tokens, self.rank, places.region.meta,
+            R=self.num_ranks, E=self.num_experts, K=self.num_topk, SLOTS=slots, TOKENS=tokens, PARTS=parts,
+            ENTRIES=entries, CHUNK=max(8, min(32, 8192 // entries)), LAYOUT=layout, SENDS=sends,
+            WEIGHTED=weights is not None, num_warps=8,
         )  # fmt: skip
 
     def send(
-        self, x: torch.Tensor, sf: torch.Tensor | None, step: Step, places: Places, *, receive: bool, routing: bool = True,
+        self, x: torch.Tensor, sf: torch.Tensor | None, step: Step, places: Places, *, receive: bool,
         rows_per_block: int | None = None, warps: int | None = None,
     ) -> None:  # fmt: skip
         """Rows along a plan. `x` [T, width] bfloat16 or opaque units; `sf` for opaque rows."""
@@ -280,18 +308,15 @@ class DeviceEngine:
             lines = max(lines, 4)
         tile = lines * rows.block * rows.unit_bytes
         many = rows_per_block or max(1, min(4, (1 << 16) // tile, pow2(ceil_div(num_tokens, self.num_sms))))
-        sf_columns = max(lines, pow2(rows.sf_units)) if rows.fp8 else pow2(rows.sf_units)
-        weights = step.topk_weights
         grid = min(max(1, ceil_div(num_tokens, many)), self.num_sms)
-        dispatch_send[(grid,)](
-            x, sf, step.where, step.topk_idx, weights, self.home, places.bases[step.bank], bank.words,
-            bank.epochs, bank.tickets, self.status, self.rank, num_tokens, places.region.sf, places.region.meta,
-            self.spin_limit,
-            R=self.num_ranks, RANKS=self._ranks, E=self.num_experts, K=self.num_topk, SLOTS=pow2(self.num_topk),
-            ROWS=many, LINES=lines, BLOCK=rows.block, width=rows.width, unit_bytes=rows.unit_bytes,
-            sf_units=rows.sf_units, SF_UNITS=sf_columns, sf_unit_bytes=rows.sf_unit_bytes,
-            FP8=rows.fp8, UE8M0=rows.ue8m0, COMPACT=step.layout is Layout.COMPACT, WEIGHTED=weights is not None,
-            ROUTING=routing, RECEIVE=receive, num_warps=warps or max(4, min(32, many * tile // 2048)),
+        self._launch(
+            dispatch_send, grid,
+            x, sf, step.sends_to, places.bases[step.bank], bank.words, bank.epochs, bank.tickets, self.status,
+            self.rank, num_tokens, places.region.sf, self.spin_limit,
+            R=self.num_ranks, RANKS=self._ranks, SENDS=step.sends_to.shape[1], ROWS=many, LINES=lines, BLOCK=rows.block,
+            width=rows.width, unit_bytes=rows.unit_bytes, sf_units=rows.sf_units, SF_UNITS=pow2(rows.sf_units),
+            sf_unit_bytes=rows.sf_unit_bytes, FP8=rows.fp8, UE8M0=rows.ue8m0, RECEIVE=receive,
+            num_warps=warps or max(4, min(32, many * tile // 2048)),
         )  # fmt: skip
 
     def await_rows(self, step: Step, *, total: bool) -> None:
@@ -299,18 +324,20 @@ class DeviceEngine:
         if self.num_ranks == 1:
             return
         bank = self.banks[step.bank]
-        await_rows[(1,)](
+        self._launch(
+            await_rows, 1,
             bank.words, bank.counts, self.own_experts, step.expert_counts, step.rank_counts, bank.epochs, self.status,
-            self.rank, self.spin_limit, R=self.num_ranks, RANKS=self._ranks, E=self.num_experts,
-            L=self.num_local_experts, LOCAL=pow2(self.num_local_experts), TOTAL=total, num_warps=4,
+            self.rank, self.num_local_experts, self.spin_limit, R=self.num_ranks, RANKS=self._ranks, E=self.num_experts,
+            LOCAL=self._local, TOTAL=total, num_warps=4,
         )  # fmt: skip
 
     def give_back(self, bank: int) -> None:
         """The bank's rows have been read: peers may write there again."""
         if self.num_ranks > 1:
-            give_back[(1,)](
-                self.banks[bank].words, self.banks[bank].epochs, self.rank, R=self.num_ranks, RANKS=self._ranks, num_warps=1
-            )
+            self._launch(
+                give_back, 1, self.banks[bank].words, self.banks[bank].epochs, self.rank, R=self.num_ranks,
+                RANKS=self._ranks, num_warps=1,
+            )  # fmt: skip
 
     def copy_rows(
         self, source: torch.Tensor, out: torch.Tensor, counts: torch.Tensor, offsets: torch.Tensor, group_rows: int
@@ -323,7 +350,8 @@ class DeviceEngine:
         groups = counts.numel()
         grid = min(self.num_sms, groups * ceil_div(group_rows, many))
         bank = self.banks[0]
-        copy_rows[(max(grid, 1),)](
+        self._launch(
+            copy_rows, max(grid, 1),
             source, out, counts, offsets, bank.words, bank.epochs, bank.tickets, self.rank, group_rows,
             R=self.num_ranks, RANKS=self._ranks, GROUPS=groups, ROWS=many, UNITS=pow2(units), units=units, FINISH=False,
             num_warps=max(4, min(32, many * units // 512)),
@@ -334,26 +362,28 @@ class DeviceEngine:
     def combine(
         self, row_bases: torch.Tensor, step: Step, out: torch.Tensor, *, weighted: bool, biases: torch.Tensor | None = None,
         finish: bool = False, rows_per_block: int | None = None, columns: int | None = None, warps: int | None = None,
+        grid: int | None = None,
     ) -> None:  # fmt: skip
         """Gather and sum: row_bases [R] are the addresses of every rank's expert output."""
         bank, num_tokens = self.banks[step.bank], step.where.shape[0]
+        whole = pow2(self.hidden)
         if columns is None:
-            columns = pow2(self.hidden)
-            while columns > 1024 and num_tokens * ceil_div(self.hidden, columns) < 2 * self.num_sms:
-                columns //= 2
+            columns = min(whole, 1024 if num_tokens <= 512 else 2048)
+            warps = max(1, columns // (256 if num_tokens * ceil_div(self.hidden, columns) <= 1024 else 512))
         parts = ceil_div(self.hidden, columns)
         many = rows_per_block or 1
-        grid = max(1, ceil_div(num_tokens, many) * parts)
-        if self.num_ranks > 1:
-            grid = min(grid, self.num_sms)
-        combine_gather[(grid,)](
-            row_bases, step.where, step.topk_weights if weighted else None,
+        warps = warps or max(1, min(32, many * columns // 512))
+        units = max(1, ceil_div(num_tokens, many) * parts)
+        grid = min(units, grid or (units if self.num_ranks == 1 else self._resident(warps)))
+        self._launch(
+            combine_gather, grid,
+            row_bases, step.where if weighted else step.sends_to, step.topk_weights if weighted else None,
             self._nothing if biases is None else biases, out,
             bank.words, bank.epochs[1:], bank.tickets[1:], bank.epochs, self.status,
             self.rank, num_tokens, self.spin_limit,
-            R=self.num_ranks, RANKS=self._ranks, K=self.num_topk, SLOTS=pow2(self.num_topk), ROWS=many, COLUMNS=columns,
-            PARTS=parts, hidden=self.hidden, WEIGHTED=weighted, NUM_BIASES=0 if biases is None else biases.numel(),
-            FINISH=finish, num_warps=warps or max(1, min(32, many * columns // 512)), enable_fp_fusion=False,
+            R=self.num_ranks, RANKS=self._ranks, SENDS=self.num_topk if weighted else step.sends_to.shape[1], ROWS=many,
+            COLUMNS=columns, PARTS=parts, hidden=self.hidden, WEIGHTED=weighted, NUM_BIASES=0 if biases is None else biases.numel(),
+            FINISH=finish, num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip
 
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.target_info import is_cuda
 
 COUNT_BITS = tl.constexpr(24)
 
@@ -31,16 +30,7 @@ STATUS_FIELDS = tl.constexpr(4)  # phase (0 = no failure), expected word, seen w
 
 @triton.jit
 def load_acquire(pointers, mask):
-    """int64 words at `pointers`, 0 where not `mask`. Later loads of this thread see what the writer stored before."""
-    if is_cuda():
-        return tl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.ne.s32 p, $2, 0; mov.u64 $0, 0; @p ld.acquire.sys.global.u64 $0, [$1]; }",
-            "=l,l,r",
-            [pointers, mask.to(tl.int32)],
-            dtype=tl.int64,
-            is_pure=False,
-            pack=1,
-        )
+    """int64 words at `pointers`, 0 where not `mask`. After a barrier the block sees what the writers stored before."""
     return tl.where(mask, tl.atomic_add(pointers, 0, mask=mask, sem="acquire", scope="sys"), 0)
 
 
@@ -70,6 +60,7 @@ def wait(pointers, mask, epoch, phase: tl.constexpr, status, peers, spin_limit):
 
     When it gives up it writes (phase, expected word, seen word, spins) to `status` for every peer that is late, and
     returns what it saw. A launch after a failure does not wait again: the first record stays, spin_limit counts as 0.
+    `status` is device memory: reading host memory here would cost a millisecond.
     """
     wanted = epoch << COUNT_BITS
     seen = load_acquire(pointers, mask)
