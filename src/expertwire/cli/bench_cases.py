@@ -57,6 +57,12 @@ class Case:
             )
         if self.hidden < 128 or self.hidden % 128:
             raise InvalidArgument(f"hidden must be a multiple of 128, got {self.hidden}")
+        if self.routing not in ROUTINGS:
+            num_ranks, num_tokens, _ = saved_routing(self.routing)[0].shape
+            if self.ranks > num_ranks or self.tokens > num_tokens:
+                raise InvalidArgument(
+                    f"{self.routing} has {num_ranks} ranks, {num_tokens} tokens, not {self.ranks} and {self.tokens}"
+                )
 
     @property
     def title(self) -> str:
@@ -78,24 +84,13 @@ class Case:
 
 
 def saved_routing(path: str) -> tuple[torch.Tensor, int]:
-    """What `demo --save-routing` wrote: topk_idx [ranks, tokens, K] of several steps and layers, and num_experts."""
+    """What `demo --save-routing` wrote: topk_idx [ranks, tokens, K], of several steps and layers, and num_experts."""
     try:
         with np.load(path) as file:
             saved, experts = torch.from_numpy(file["topk_idx"]), int(file["num_experts"])
     except (OSError, ValueError, KeyError) as error:
         raise InvalidArgument(f"{path} is no routing that `expertwire demo --save-routing` wrote: {error}") from None
     return saved.transpose(0, 1).flatten(1, 2), experts
-
-
-def with_saved_routing(case: Case) -> Case:
-    """Top-k and experts as in the file; raises if it has too few ranks or tokens."""
-    saved, experts = saved_routing(case.routing)
-    num_ranks, num_tokens, topk = saved.shape
-    if case.ranks > num_ranks or case.tokens > num_tokens:
-        raise InvalidArgument(
-            f"{case.routing} has {num_ranks} ranks with {num_tokens} tokens each, not {case.ranks} with {case.tokens}"
-        )
-    return replace(case, topk=topk, experts=experts)
 
 
 PREFILL = Case(name="prefill")

@@ -115,10 +115,16 @@ class Sent:
 
 
 def dispatch(
-    ranks: AllToAll, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, num_experts: int, *, compact: bool, fp8: bool
+    ranks: AllToAll,
+    x: Tensor,
+    sf: Tensor | None,
+    topk_idx: Tensor,
+    topk_weights: Tensor,
+    num_experts: int,
+    *,
+    compact: bool,
 ) -> Sent:
-    """`x` is quantised first if `fp8`. COMPACT: the experts and weights of every row travel too."""
-    x, sf = quantise(x) if fp8 else (x, None)
+    """`x` as it travels, with scale factors `sf`. COMPACT: the experts and weights of every row travel too."""
     num_local = num_experts // ranks.num_ranks
     if compact:
         return _dispatch_compact(ranks, x, sf, topk_idx, topk_weights, num_local)

@@ -48,7 +48,8 @@ class MpiLauncher:
                 raise
             if process.returncode:
                 lines = output.strip().splitlines() or [f"{self._mpiexec} ended with {process.returncode}"]
-                raise RankError(next((line for line in lines if "Error" in line), lines[-1]))
+                reason = next((line for line in lines if "Error" in line), lines[-1])
+                raise RankError(f"under {self._mpiexec}: {reason} (--no-mpi leaves MPI out)")
             return [pickle.loads(Path(folder, f"result{rank}").read_bytes()) for rank in range(num_ranks)]
 
 

@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> None:
 def run(arguments: list[str] | None = None) -> int:
     """`main` without the exit. Errors that users can act on are one line on stderr."""
     try:
-        return int(app(args=arguments, prog_name="expertwire", standalone_mode=False) or 0)
+        code = int(app(args=arguments, prog_name="expertwire", standalone_mode=False) or 0)
     except _WrongUse as error:  # also what no_args_is_help raises, with the help as its message
         message = error.format_message()
         return _fail(message) if message and type(error).__name__ != "NoArgsIsHelpError" else _show_help()
@@ -50,8 +50,10 @@ def run(arguments: list[str] | None = None) -> int:
         where = [note for note in getattr(error, "__notes__", ()) if "\n" not in note]
         return _fail(" ".join([str(error), *(f"({note})" for note in where)]))
     except (KeyboardInterrupt, typer.Abort):
+        code = INTERRUPT_EXIT
+    if code == INTERRUPT_EXIT:  # newer versions of typer return it
         typer.echo("interrupted", err=True)
-        return INTERRUPT_EXIT
+    return code
 
 
 def _fail(message: str) -> int:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import io
 import multiprocessing
+import multiprocessing.resource_tracker
 import os
 import signal
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -158,15 +159,15 @@ class Processes:
         context = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory(prefix="expertwire-ranks-")
         store = os.path.join(self._folder.name, "store")
-        for rank in range(self.max_ranks):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(theirs, rank, self.max_ranks, store), name=f"expertwire-rank-{rank}", daemon=True
-            )
-            process.start()
-            theirs.close()
-            self._processes.append(process)
-            self._pipes.append(ours)
+        with _interrupts_held():
+            for rank in range(self.max_ranks):
+                ours, theirs = context.Pipe()
+                name, args = f"expertwire-rank-{rank}", (theirs, rank, self.max_ranks, store)
+                process = context.Process(target=_serve, args=args, name=name, daemon=True)
+                process.start()
+                theirs.close()
+                self._processes.append(process)
+                self._pipes.append(ours)
         self._expect_all("start")
         self._groups = {self.max_ranks}
 
@@ -212,9 +213,19 @@ class Processes:
         self.close()
 
 
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Processes started inside never see Ctrl-C, which a terminal sends to all of them: the parent decides."""
+    multiprocessing.resource_tracker.ensure_running()  # starting it would lift the block
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _serve(pipe: Connection, rank: int, max_ranks: int, store_path: str) -> None:
     """Body of a rank's process: answer calls until the pipe is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
