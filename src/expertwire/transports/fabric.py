@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from expertwire.errors import InvalidArgument
 from expertwire.ordering import profiles, signals
 from expertwire.ordering.events import Event, Kind, Numbering, Posted, events_of, peer_of
-from expertwire.ordering.transitions import MODIFY
+from expertwire.ordering.transitions import MODIFY, bits
 from expertwire.ordering.verbs import Action, Arrival, Completion, Loc, OrderPuts, Post, Queue, Quiet, Send, Write
 from expertwire.ordering.words import event_words
 from expertwire.transports.base import Bootstrap, Transport
@@ -91,7 +91,10 @@ class Fabric:
         self._words: dict[Loc, _Word] = {}
         self._pieces: dict[Event, list[_Piece]] = {}
         self._number = Numbering()
-        self._pending: list[Event] = []
+        self._pending: dict[Event, int] = {}  # to how many events, that have not happened, it comes after
+        self._followers: dict[Event, list[Event]] = {}
+        self._able_rows: list[Event] = []
+        self._able_others: list[Event] = []
         self._done = 0
         self._nics: dict[int, list[int]] = {}
 
@@ -150,28 +153,43 @@ class Fabric:
         ordered = writer.ordered.get(peer_of(op), 0)
         post = events_of(self.profile, op, f"r{rank}", rank, writer.posts, ordered, self._number)
         writer.posts.append(post)
-        self._pending += post.events
         if pieces:
             sources = [event for event in post.events if event.kind is Kind.SOURCE]
             places = [event for event in post.events if event.kind is Kind.PLACE]
             self._pieces.update(dict.fromkeys(sources, pieces))
             self._pieces.update({event: [piece] for event, piece in zip(places, pieces, strict=True)})
+        for event in post.events:
+            before = bits(event.after & ~self._done)
+            self._pending[event] = len(before)
+            for number in before:
+                self._followers.setdefault(self._number.events[number], []).append(event)
+            if not before:
+                self._enable(event)
+
+    def _enable(self, event: Event) -> None:
+        rows = event.kind is Kind.PLACE and event in self._pieces
+        (self._able_rows if rows else self._able_others).append(event)
 
     # -- what the network does -----------------------------------------------------------------------------------
 
     def happen(self, choose: random.Random) -> bool:
         """Let one event happen. An adversary places rows only when nothing else can happen, the latest first."""
-        able = [event for event in self._pending if self._may(event)]
-        if not able:
+        rows, others = self._first_in_line(self._able_rows), self._first_in_line(self._able_others)
+        if not rows and not others:
             return False
         if self.adversarial:
-            others = [event for event in able if event.kind is not Kind.PLACE or event not in self._pieces]
-            event = choose.choice(others) if others else able[-1]
+            event = choose.choice(others) if others else rows[-1]
         else:
-            event = choose.choice(able)
-        self._pending.remove(event)
+            at = choose.randrange(len(rows) + len(others))
+            event = rows[at] if at < len(rows) else others[at - len(rows)]
+        (self._able_others if event in self._able_others else self._able_rows).remove(event)
+        del self._pending[event]
         self._done |= event.bit
         self._take_effect(event)
+        for follower in self._followers.pop(event, ()):
+            self._pending[follower] -= 1
+            if not self._pending[follower]:
+                self._enable(follower)
         self.turns.log.append((self.turns.time_s, event))
         return True
 
@@ -188,13 +206,12 @@ class Fabric:
                 lines.append(f"{time_s:7.2f} s  rank {what} goes on")
         return lines
 
-    def _may(self, event: Event) -> bool:
-        if event.after & ~self._done:
-            return False
-        if event.queue >= 0 and event.kind is not Kind.ACCEPT:
-            queue = self._nics.get(event.queue)
-            return bool(queue and queue[0] & event.entry)
-        return True
+    def _first_in_line(self, able: list[Event]) -> list[Event]:
+        """Without those that stand behind others in a NIC's queue of posted writes."""
+        if self.profile.place_ww != "fifo_nic":
+            return able
+        first = {nic: queue[0] for nic, queue in self._nics.items() if queue}
+        return [e for e in able if e.queue < 0 or e.kind is Kind.ACCEPT or first.get(e.queue, 0) & e.entry]
 
     def _take_effect(self, event: Event) -> None:
         op = event.post.op
@@ -251,7 +268,7 @@ class Fabric:
             return found
 
         for event in self._pending:
-            event.after, event.entry, event.enters = rename(event.after), rename(event.entry), rename(event.enters)
+            event.entry, event.enters = rename(event.entry), rename(event.enters)
         alive = {event.post.thread: {} for event in self._pending}  # type: dict[int, dict[int, None]]
         for event in self._pending:
             alive[event.post.thread][id(event.post)] = None
