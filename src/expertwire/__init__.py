@@ -3,8 +3,6 @@
     buf = ew.Buffer(group, num_experts=64, hidden=1024, num_topk=4, num_max_tokens_per_rank=256)
     sent = buf.dispatch(x, topk_idx, topk_weights, layout=ew.Layout.EXPERT_MAJOR)
     back = buf.combine(experts(sent.x, sent.num_tokens_per_expert), sent.handle)
-
-Importing this package loads neither torch nor a kernel compiler: names are resolved when they are first used.
 """
 
 from __future__ import annotations
@@ -91,10 +89,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOME_OF.get(name)
-    if home is None:
+    """Names are resolved when they are first used, so that the import loads neither torch nor a kernel compiler."""
+    if name not in _HOME_OF:
         raise AttributeError(f"module 'expertwire' has no attribute {name!r}")
-    return getattr(importlib.import_module(home), name)
+    return getattr(importlib.import_module(_HOME_OF[name]), name)
 
 
 def __dir__() -> list[str]:

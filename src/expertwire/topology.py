@@ -42,6 +42,7 @@ class Placement:
 
     @property
     def num_experts(self) -> int:
+        """Experts on all ranks together."""
         return len(self.expert_ranks)
 
     def local_experts(self, rank: int) -> tuple[int, ...]:
