@@ -100,6 +100,7 @@ class FP8Block:
         return 4 * self.sf_columns(hidden)
 
     def num_blocks(self, hidden: int) -> int:
+        """Blocks of a row, the last of which may be narrower."""
         return ceil_div(hidden, self.block)
 
     def sf_columns(self, hidden: int) -> int:
