@@ -406,7 +406,7 @@ def refused(rank, group, culprit, name, value):
         "num_topk": group.num_topk,
         "num_max_tokens_per_rank": group.capacity,
     }
-    with pytest.raises(Exception, match=rf"rank {culprit}\b") as caught:  # noqa: PT011
+    with pytest.raises(Exception, match=rf"rank {culprit}\b") as caught:
         ew.Buffer(rank, **{**shape, **options})
     if rank.rank == culprit:
         if name != "placement" or isinstance(value, ew.Placement):
