@@ -106,8 +106,8 @@ def check_case(shape, layout, wire, *, fused=False, alignment=1, deferred=False,
             if fused:
                 engine.dispatch_fused(ranks.xs[r], step, places[r], receive=not deferred)
             else:
-                engine.plan(step, places[r], alignment)
-                engine.send(ranks.xs[r], None, step, places[r], receive=not deferred)
+                addresses = engine.plan(step, places[r], alignment)
+                engine.send(ranks.xs[r], None, addresses, step, places[r], receive=not deferred)
             if deferred:
                 engine.await_rows(step, total=fused)
 
@@ -255,8 +255,8 @@ def prefill(sweep=False):
         for many, warps in tries:
             def step(r, many=many, warps=warps):
                 engine = ranks.engines[r]
-                engine.plan(made[r], places[r])
-                engine.send(ranks.xs[r], None, made[r], places[r], receive=True, rows_per_block=many, warps=warps)
+                addresses = engine.plan(made[r], places[r])
+                engine.send(ranks.xs[r], None, addresses, made[r], places[r], receive=True, rows_per_block=many, warps=warps)
                 engine.give_back(0)
             try:
                 ranks.compile(step)
@@ -292,8 +292,8 @@ def prefill(sweep=False):
             for sms in (132, 264, 528):
                 engine.num_sms = sms
                 def run(many=many, warps=warps):
-                    engine.plan(step, places)
-                    engine.send(x, None, step, places, receive=True, rows_per_block=many, warps=warps)
+                    addresses = engine.plan(step, places)
+                    engine.send(x, None, addresses, step, places, receive=True, rows_per_block=many, warps=warps)
                 try:
                     parts = kernel_times(run)
                     note(prefill="expert_major", wire=wire, rows=many, warps=warps, sms=sms, us=sum(parts.values()), floor_us=floor,

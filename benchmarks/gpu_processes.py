@@ -76,8 +76,8 @@ def measure(group, tokens, num_sms, check):
         places = engine.places(Layout.COMPACT, Rows.of_wire(wire, HIDDEN))
 
         def dispatch(places=places):
-            engine.plan(step, places)
-            engine.send(x, None, step, places, receive=True)
+            addresses = engine.plan(step, places)
+            engine.send(x, None, addresses, step, places, receive=True)
             engine.give_back(0)
 
         timed(f"{wire.name} dispatch", dispatch)

@@ -143,8 +143,8 @@ def run(group, case):
         if case.fused:
             engine.dispatch_fused(xs[rank], step, places, receive=not case.deferred)
         else:
-            engine.plan(step, places, case.alignment)
-            engine.send(xs[rank], None, step, places, receive=not case.deferred)
+            addresses = engine.plan(step, places, case.alignment)
+            engine.send(xs[rank], None, addresses, step, places, receive=not case.deferred)
         if case.deferred:
             engine.await_rows(step, total=case.fused)
 

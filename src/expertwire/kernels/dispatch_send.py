@@ -5,8 +5,7 @@ quantised) once, however many places it goes to, and the next tile is loaded mea
 
 Orders: rows are plain stores, ordered by the ticket (acq_rel, gpu), published by `exchange_release` (sys).
 
-Bytes moved: T * 2 * hidden read, payload + scale factors written for every place. Worked example, COMPACT, two ranks:
-sends_to = [[0:3, -1], [1:0, 0:4]] sends row 0 to row 3 of rank 0, row 1 to row 0 of rank 1 and to row 4 of rank 0.
+Bytes moved: T * 2 * hidden read, payload + scale factors written for every place. Worked example: `place`.
 """
 
 # ruff: noqa: ANN001, ANN201
@@ -22,16 +21,16 @@ from expertwire.kernels.routing import READY, WHERE_RANK, WHERE_ROW, await_peers
 
 
 @triton.jit
-def _places(sends_to, row_bases, token, live, nth, SENDS: tl.constexpr):
-    """(base address of the destination, row there) of the nth place of each token; base 0 = no such place."""
-    place = tl.load(sends_to + token * SENDS + nth, mask=live & (nth < SENDS), other=-1)
+def _scale_rows(sends_to, row_bases, token, live, nth, sf_at, sf_bytes: tl.constexpr, SENDS: tl.constexpr):
+    """Addresses of the scale factors of the nth place of each token, 0 = no such place."""
+    place = tl.load(sends_to + token * SENDS + nth, mask=live, other=-1)
     base = tl.load(row_bases + (tl.maximum(place, 0) >> WHERE_RANK), mask=place >= 0, other=0)
-    return base, place & WHERE_ROW
+    return tl.where(place >= 0, base + sf_at + (place & WHERE_ROW) * sf_bytes, 0)
 
 
 @triton.jit(do_not_specialize=["rank", "num_tokens", "spin_limit"])
 def dispatch_send(
-    x, sf_in, sends_to, row_bases, word_bases, epochs, tickets, status, rank, num_tokens, sf_at, spin_limit,
+    x, sf_in, addresses, sends_to, row_bases, word_bases, epochs, tickets, status, rank, num_tokens, sf_at, spin_limit,
     R: tl.constexpr, RANKS: tl.constexpr, SENDS: tl.constexpr, ROWS: tl.constexpr, LINES: tl.constexpr,
     BLOCK: tl.constexpr, width: tl.constexpr, unit_bytes: tl.constexpr, sf_units: tl.constexpr,
     SF_UNITS: tl.constexpr, sf_unit_bytes: tl.constexpr, FP8: tl.constexpr, UE8M0: tl.constexpr, RECEIVE: tl.constexpr,
@@ -53,7 +52,7 @@ def dispatch_send(
         values = coming
         token = chunk * ROWS + (line // LINES).to(tl.int64)
         live = token < num_tokens
-        base, row = _places(sends_to, row_bases, token, live, 0, SENDS)
+        address = tl.load(addresses + token * SENDS, mask=live, other=0)
         after = token + tl.num_programs(0) * ROWS
         coming = tl.load(x + after[:, None] * width + column, mask=(after < num_tokens)[:, None] & inside, other=0)
         if FP8:
@@ -61,22 +60,22 @@ def dispatch_send(
             if UE8M0:
                 scales = tl.where(line % LINES < (width + BLOCK - 1) // BLOCK, scales, 0).to(tl.uint8)
         for nth in tl.static_range(SENDS):
-            next_base, next_row = _places(sends_to, row_bases, token, live, nth + 1, SENDS)
-            out = (base + row * out_bytes).to(tl.pointer_type(values.dtype))
-            tl.store(tl.multiple_of(out, align)[:, None] + column, values, mask=(base != 0)[:, None] & inside)
+            out = tl.multiple_of(address.to(tl.pointer_type(values.dtype)), align)
+            sends = address != 0
+            if nth + 1 < SENDS:
+                address = tl.load(addresses + token * SENDS + nth + 1, mask=live, other=0)
+            tl.store(out[:, None] + column, values, mask=sends[:, None] & inside)
+        if sf_units > 0:
             if FP8:
-                sf = (base + sf_at + row * (sf_units * sf_unit_bytes)).to(tl.pointer_type(sf_type))
-                tl.store(sf + line % LINES, scales, mask=(base != 0) & (line % LINES < sf_units))
-            base, row = next_base, next_row
-        if not FP8 and sf_units > 0:
-            token = chunk * ROWS + tl.arange(0, ROWS).to(tl.int64)
-            live = token < num_tokens
-            unit = tl.arange(0, SF_UNITS)[None, :]
-            scales = tl.load(sf_in + token[:, None] * sf_units + unit, mask=live[:, None] & (unit < sf_units), other=0)
+                unit = line % LINES
+            else:
+                token = (chunk * ROWS + tl.arange(0, ROWS).to(tl.int64))[:, None]
+                live = token < num_tokens
+                unit = tl.arange(0, SF_UNITS)[None, :]
+                scales = tl.load(sf_in + token * sf_units + unit, mask=live & (unit < sf_units), other=0)
             for nth in tl.static_range(SENDS):
-                base, row = _places(sends_to, row_bases, token, live, nth, SENDS)
-                sf = (base + sf_at + row * (sf_units * sf_unit_bytes)).to(tl.pointer_type(sf_type))
-                tl.store(sf[:, None] + unit, scales, mask=(base != 0)[:, None] & (unit < sf_units))
+                sf = _scale_rows(sends_to, row_bases, token, live, nth, sf_at, sf_units * sf_unit_bytes, SENDS)
+                tl.store(sf.to(tl.pointer_type(sf_type)) + unit, scales, mask=(sf != 0) & (unit < sf_units))
     if R > 1:
         epoch = tl.load(epochs) + 1
         if ticket_acq_rel(tickets) == tl.num_programs(0) - 1:

@@ -18,7 +18,8 @@ from expertwire.kernels.combine_recv import combine_gather
 from expertwire.kernels.dispatch_recv import await_rows, copy_rows, give_back
 from expertwire.kernels.dispatch_send import dispatch_send
 from expertwire.kernels.dispatch_slots import dispatch_slots
-from expertwire.kernels.plan import COMPACT, EXPERT_MAJOR, EXPERT_SLOTS, plan_count, plan_place
+from expertwire.kernels.place import place_experts, place_ranks
+from expertwire.kernels.plan import COMPACT, EXPERT_MAJOR, EXPERT_SLOTS, plan_count
 from expertwire.layouts.device_window import DeviceWindow, RowRegion
 from expertwire.layouts.receive import Layout, worst_case_rows
 from expertwire.topology import Placement
@@ -221,8 +222,8 @@ class DeviceEngine:
         counts = torch.zeros(3 * num_local + 1 + ranks, dtype=torch.int32, device=self.device)
         parts = counts.split([num_local, num_local, num_local + 1, ranks])
         sends_to = where
-        if layout is Layout.COMPACT and ranks < self.num_topk:
-            sends_to = self._empty(torch.int64, topk_idx.shape[0], ranks)
+        if layout is Layout.COMPACT:
+            sends_to = self._empty(torch.int64, topk_idx.shape[0], min(ranks, self.num_topk))
         return Step(bank, layout, where, sends_to, *parts, topk_idx, topk_weights)
 
     def fits_fused(self) -> bool:
@@ -259,46 +260,60 @@ class DeviceEngine:
             RECEIVE=receive, num_warps=warps,
         )  # fmt: skip
 
-    def plan(self, step: Step, places: Places, alignment: int = 1) -> None:
-        """Counts, exchange, the row of every selection, and its routing at the destination."""
+    def plan(self, step: Step, places: Places, alignment: int = 1) -> torch.Tensor:
+        """Counts, exchange, the row of every selection, and its routing at the destination.
+
+        Returns the addresses [T, SENDS] that `send` writes to.
+        """
         bank, num_tokens = self.banks[step.bank], step.topk_idx.shape[0]
         slots, layout, weights = pow2(self.num_topk), LAYOUTS[step.layout], step.topk_weights
-        tokens = max(1, min(64, 4096 // (slots * slots)))
-        while ceil_div(self.capacity, tokens) > 256 and tokens * slots * slots < 1 << 15:
+        compact = step.layout is Layout.COMPACT
+        per_token = slots * max(slots, self._ranks if compact else 0)
+        tokens = max(1, min(64, 8192 // per_token))
+        while ceil_div(self.capacity, tokens) > 256 and tokens * per_token < 1 << 15:
             tokens *= 2
         num_blocks = max(1, ceil_div(num_tokens, tokens))
         width = self.num_experts + self.num_ranks
         blocks = pow2(ceil_div(self.capacity, tokens))
         experts = pow2(self.num_experts)
+        sends = step.sends_to.shape[1]
         keys = self._reuse("keys", torch.int32, self.capacity * self.num_topk)
+        addresses = self._reuse("addresses", torch.int64, self.capacity * self.num_topk)[: num_tokens * sends]
         block_counts = self._reuse("block_counts", torch.int32, ceil_div(self.capacity, tokens) * width)
         first_rows = self._reuse("first_rows", torch.int32, width)
-        sends = step.sends_to.shape[1]
         self._launch(
             plan_count, num_blocks,
-            step.topk_idx, keys, step.sends_to, block_counts, self._reuse("totals", torch.int32, width), first_rows,
+            step.topk_idx, keys, block_counts, self._reuse("totals", torch.int32, width), first_rows,
             self._reuse("scratch", torch.int32, experts),
             step.expert_counts, step.padded_counts, step.offsets, step.rank_counts,
             bank.words, bank.counts, self.home, self.by_owner, self.owner_start, bank.epochs, bank.tickets, self.status,
             self.rank, num_tokens, num_blocks, self.num_ranks * self.capacity, alignment, self.spin_limit,
             R=self.num_ranks, RANKS=self._ranks, E=self.num_experts, EXPERTS=experts,
             EXPERT_BINS=pow2(self.num_experts + 1), RANK_BINS=pow2(self.num_ranks + 1), K=self.num_topk, SLOTS=slots,
-            TOKENS=tokens, BLOCKS=blocks, COLUMNS=min(pow2(width), max(16, 32768 // blocks)), LAYOUT=layout, SENDS=sends,
-            num_warps=16,
+            TOKENS=tokens, BLOCKS=blocks, COLUMNS=min(pow2(width), max(16, 32768 // blocks)), LAYOUT=layout, num_warps=16,
         )  # fmt: skip
+        bases, payload_bytes, meta = places.bases[step.bank], places.rows.payload_bytes, places.region.meta
+        if compact:
+            self._launch(
+                place_ranks, num_blocks,
+                step.topk_idx, weights, keys, block_counts, first_rows, self.home, bases, step.where, step.sends_to,
+                addresses, num_tokens, meta,
+                R=self.num_ranks, RANKS=self._ranks, E=self.num_experts, K=self.num_topk, SLOTS=slots, TOKENS=tokens,
+                SENDS=sends, WEIGHTED=weights is not None, payload_bytes=payload_bytes, num_warps=8,
+            )  # fmt: skip
+            return addresses
         parts = 2 if tokens % 2 == 0 else 1
         entries = pow2(tokens // parts * self.num_topk)
         self._launch(
-            plan_place, num_blocks * parts,
-            keys, block_counts, first_rows, step.topk_idx, weights, self.home, places.bases[step.bank], step.where,
-            step.sends_to, num_tokens, self.rank, places.region.meta,
-            R=self.num_ranks, E=self.num_experts, K=self.num_topk, SLOTS=slots, TOKENS=tokens, PARTS=parts,
-            ENTRIES=entries, CHUNK=max(8, min(32, 8192 // entries)), LAYOUT=layout, SENDS=sends,
-            WEIGHTED=weights is not None, num_warps=8,
+            place_experts, num_blocks * parts,
+            keys, block_counts, first_rows, self.home, bases, step.where, addresses, num_tokens, self.rank, meta,
+            R=self.num_ranks, E=self.num_experts, K=self.num_topk, TOKENS=tokens, PARTS=parts, ENTRIES=entries,
+            CHUNK=max(8, min(32, 8192 // entries)), payload_bytes=payload_bytes, num_warps=8,
         )  # fmt: skip
+        return addresses
 
     def send(
-        self, x: torch.Tensor, sf: torch.Tensor | None, step: Step, places: Places, *, receive: bool,
+        self, x: torch.Tensor, sf: torch.Tensor | None, addresses: torch.Tensor, step: Step, places: Places, *, receive: bool,
         rows_per_block: int | None = None, warps: int | None = None,
     ) -> None:  # fmt: skip
         """Rows along a plan. `x` [T, width] bfloat16 or opaque units; `sf` for opaque rows."""
@@ -311,7 +326,7 @@ class DeviceEngine:
         grid = min(max(1, ceil_div(num_tokens, many)), self.num_sms)
         self._launch(
             dispatch_send, grid,
-            x, sf, step.sends_to, places.bases[step.bank], bank.words, bank.epochs, bank.tickets, self.status,
+            x, sf, addresses, step.sends_to, places.bases[step.bank], bank.words, bank.epochs, bank.tickets, self.status,
             self.rank, num_tokens, places.region.sf, self.spin_limit,
             R=self.num_ranks, RANKS=self._ranks, SENDS=step.sends_to.shape[1], ROWS=many, LINES=lines, BLOCK=rows.block,
             width=rows.width, unit_bytes=rows.unit_bytes, sf_units=rows.sf_units, SF_UNITS=pow2(rows.sf_units),

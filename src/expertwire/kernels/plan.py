@@ -1,14 +1,13 @@
-"""The plan of a dispatch of any size, in two launches: `plan_count` (counts, exchange, first rows), `plan_place` (rows).
+"""The first half of a plan, for any number of tokens: counts, their exchange, and where this rank's rows begin.
 
-Tokens are cut into blocks. `plan_count` counts each block by itself; the last block out adds the blocks up, sends the
-totals to all peers, waits for theirs, and finds where this rank's rows of every expert (EXPERT_*) or rank (COMPACT)
-begin at their destination. `plan_place` then numbers the selections inside their blocks.
+Tokens are cut into blocks. Each block is counted by itself; the last block out adds the blocks up, sends the totals to
+all peers, waits for theirs, and finds where this rank's rows of every expert (EXPERT_*) or rank (COMPACT) begin at
+their destination. `place` then numbers the selections inside their blocks.
 
 Orders: block counts go through the ticket (acq_rel, gpu), totals to peers through `exchange_release` / `load_acquire`
 (sys). One block waits; the peers' waiting blocks and it must fit on the device at once.
 
-Bytes moved: T * K ids, 12 * T * K for keys and `where`, 12 * blocks * (E + R) for counts, 12 (EXPERT_*) or 4 + 8 * K
-(COMPACT) for the routing of every row. Worked example: `routing`.
+Bytes moved: T * K ids, 4 * T * K for keys, 12 * blocks * (E + R) for counts. Worked example: `routing`.
 """
 
 # ruff: noqa: ANN001, ANN201
@@ -22,9 +21,7 @@ from expertwire.kernels.memory import exchange_release, pack_word, ticket_acq_re
 from expertwire.kernels.routing import (
     COUNTS,
     DONE,
-    HOME_LOCAL,
     HOME_RANK,
-    WHERE_RANK,
     await_peers,
     histogram,
     last_of_rank,
@@ -97,12 +94,12 @@ def _first_rows(
 
 @triton.jit(do_not_specialize=["rank", "num_tokens", "num_blocks", "spin_limit", "room", "alignment"])
 def plan_count(
-    topk_idx, keys, sends_to, block_counts, totals, first_rows, scratch, expert_counts, padded_counts, offsets, rank_counts,
+    topk_idx, keys, block_counts, totals, first_rows, scratch, expert_counts, padded_counts, offsets, rank_counts,
     word_bases, count_bases, home, by_owner, owner_start, epochs, tickets, status,
     rank, num_tokens, num_blocks, room, alignment, spin_limit,
     R: tl.constexpr, RANKS: tl.constexpr, E: tl.constexpr, EXPERTS: tl.constexpr, EXPERT_BINS: tl.constexpr,
     RANK_BINS: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr, BLOCKS: tl.constexpr,
-    COLUMNS: tl.constexpr, LAYOUT: tl.constexpr, SENDS: tl.constexpr,
+    COLUMNS: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
     """Block b counts tokens [b * TOKENS, (b + 1) * TOKENS). Writes keys [T, K]: the expert, or the rank for COMPACT,
     whose rows a selection is numbered among, -1 = none; block_counts [num_blocks, E + R]; first_rows [E + R]."""
@@ -116,11 +113,6 @@ def plan_count(
     key = last if LAYOUT == COMPACT else ids
     at = token.to(tl.int64)[:, None] * K + slot[None, :]
     tl.store(keys + at, key, mask=(token < num_tokens)[:, None] & (slot < K)[None, :])
-    if SENDS < K:
-        tl.store(
-            sends_to + token.to(tl.int64)[:, None] * SENDS + slot[None, :], tl.full([TOKENS, SLOTS], -1, tl.int64),
-            mask=(token < num_tokens)[:, None] & (slot < SENDS)[None, :],
-        )  # fmt: skip
     experts = histogram(tl.reshape(ids, [TOKENS * SLOTS]), TOKENS * SLOTS, EXPERT_BINS)
     ranks = histogram(tl.reshape(last, [TOKENS * SLOTS]), TOKENS * SLOTS, RANK_BINS)
     bins = tl.arange(0, EXPERT_BINS)
@@ -151,77 +143,3 @@ def plan_count(
         tl.store(first_rows + E + source, before, mask=source < R)
         arriving = tl.load(counts + source * width + E + rank, mask=source < R, other=0)
         tl.store(rank_counts + source, arriving, mask=source < R)
-
-
-@triton.jit
-def _row_source(meta, entry, first_token, rank, sends, K: tl.constexpr):
-    """EXPERT_*: int32 (source rank, token, slot) of each row."""
-    tl.store(meta, tl.zeros_like(entry) + rank, mask=sends)
-    tl.store(meta + 1, first_token + entry // K, mask=sends)
-    tl.store(meta + 2, entry % K, mask=sends)
-
-
-@triton.jit
-def _row_routing(
-    meta, entry, first_token, owner, topk_idx, topk_weights, home, sends,
-    E: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, WEIGHTED: tl.constexpr,
-):  # fmt: skip
-    """COMPACT: int32 token, K local expert ids (-1 for experts elsewhere) and K float32 weights of each row."""
-    token = first_token + entry // K
-    tl.store(meta, token, mask=sends)
-    slot = tl.arange(0, SLOTS)[None, :]
-    listed = sends[:, None] & (slot < K)
-    source = token.to(tl.int64)[:, None] * K + slot
-    expert = tl.load(topk_idx + source, mask=listed, other=-1)
-    legal = listed & (expert >= 0) & (expert < E)
-    at_home = tl.load(home + tl.where(legal, expert, 0), mask=legal, other=-1)
-    here = legal & ((at_home >> HOME_RANK) == owner[:, None])
-    at = meta[:, None] + 1 + slot
-    tl.store(at, tl.where(here, at_home & HOME_LOCAL, -1), mask=listed)
-    weight = tl.load(topk_weights + source, mask=here, other=0.0) if WEIGHTED else tl.where(here, 1.0, 0.0)
-    tl.store((at + K).to(tl.pointer_type(tl.float32), bitcast=True), weight, mask=listed)
-
-
-@triton.jit(do_not_specialize=["num_tokens", "rank"])
-def plan_place(
-    keys, block_counts, first_rows, topk_idx, topk_weights, home, row_bases, where, sends_to, num_tokens, rank, meta_at,
-    R: tl.constexpr, E: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr,
-    ENTRIES: tl.constexpr, CHUNK: tl.constexpr, LAYOUT: tl.constexpr, SENDS: tl.constexpr, WEIGHTED: tl.constexpr,
-):  # fmt: skip
-    """keys [T, K] -> where [T, K]: rank << 40 | row, -1 = nothing to send, and the routing of each row at its place.
-
-    With SENDS < K (COMPACT), sends_to [T, SENDS], filled with -1 before, gets the places of a token one after another.
-    PARTS blocks share TOKENS tokens that were counted together; each has TOKENS / PARTS of them, ENTRIES >= that * K.
-    """
-    block = tl.program_id(0) // PARTS
-    begin = tl.program_id(0) % PARTS * (TOKENS // PARTS) * K
-    entry = begin + tl.arange(0, ENTRIES)
-    first_token = block * TOKENS
-    first = first_token.to(tl.int64) * K
-    size = tl.minimum(tl.minimum(num_tokens - first_token, TOKENS) * K, begin + TOKENS // PARTS * K)
-    key = tl.load(keys + first + entry, mask=entry < size, other=-1)
-    index = tl.zeros([ENTRIES], tl.int32)
-    nth = tl.zeros([ENTRIES], tl.int32)
-    for start in range(0, size, CHUNK):
-        other = start + tl.arange(0, CHUNK)
-        theirs = tl.load(keys + first + other, mask=other < size, other=-2)
-        earlier = other[None, :] < entry[:, None]
-        index += tl.sum(((key[:, None] == theirs[None, :]) & earlier).to(tl.int32), axis=1)
-        if SENDS < K:
-            beside = (theirs >= 0)[None, :] & (other[None, :] // K == entry[:, None] // K)
-            nth += tl.sum((beside & earlier).to(tl.int32), axis=1)
-    sends = key >= 0
-    column = tl.maximum(key, 0) + (E if LAYOUT == COMPACT else 0)
-    index += tl.load(block_counts + block * (E + R) + column, mask=sends, other=0)
-    row = (index + tl.load(first_rows + column, mask=sends, other=0)).to(tl.int64)
-    owner = key if LAYOUT == COMPACT else tl.load(home + tl.maximum(key, 0), mask=sends, other=0) >> HOME_RANK
-    place = tl.where(sends, (owner.to(tl.int64) << WHERE_RANK) | row, -1)
-    tl.store(where + first + entry, place, mask=entry < size)
-    if SENDS < K:
-        tl.store(sends_to + (first_token + entry // K).to(tl.int64) * SENDS + nth, place, mask=sends)
-    meta = tl.load(row_bases + tl.maximum(owner, 0), mask=sends, other=0) + meta_at
-    if LAYOUT == COMPACT:
-        meta = (meta + row * (4 * (1 + 2 * K))).to(tl.pointer_type(tl.int32))
-        _row_routing(meta, entry, first_token, owner, topk_idx, topk_weights, home, sends, E, K, SLOTS, WEIGHTED)
-    else:
-        _row_source((meta + row * 12).to(tl.pointer_type(tl.int32)), entry, first_token, rank, sends, K)

@@ -13,9 +13,13 @@ import triton.language as tl
 
 E4M3_MAX = tl.constexpr(448.0)
 AMAX_FLOOR = tl.constexpr(1e-4)
-INF_BITS = tl.constexpr(0x7F800000)
 NAN_BITS = tl.constexpr(0x7FC00000)
 MANTISSA = tl.constexpr(0x007FFFFF)
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -25,10 +29,9 @@ def encode_blocks(values, UE8M0: tl.constexpr):
     `scale` is float32 bits as int32, or the exponent byte as int32 with UE8M0. Worked example: `formats.fp8`.
     """
     x = values.to(tl.float32)
-    magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # ordered like the magnitudes, NaN above Inf above all
-    largest = tl.max(magnitude, axis=1)
-    finite = largest < INF_BITS
-    amax = tl.where(finite, tl.maximum(largest.to(tl.float32, bitcast=True), AMAX_FLOOR), 1.0)
+    largest = tl.reduce(tl.abs(x), 1, _larger)
+    finite = largest < float("inf")  # false for NaN
+    amax = tl.where(finite, tl.maximum(largest, AMAX_FLOOR), 1.0)
     limit = tl.zeros_like(amax) + E4M3_MAX
     scale = tl.div_rn(amax, limit)
     if UE8M0:
@@ -38,8 +41,8 @@ def encode_blocks(values, UE8M0: tl.constexpr):
     else:
         factor = tl.div_rn(limit, amax)
         sf = tl.where(finite, scale.to(tl.int32, bitcast=True), NAN_BITS)
-    scaled = tl.where(finite[:, None], x * factor[:, None], float("nan"))  # |scaled| <= 448 after rounding
-    return scaled.to(tl.float8e4nv), sf
+    factor = tl.where(finite, factor, float("nan"))
+    return (x * factor[:, None]).to(tl.float8e4nv), sf  # finite products are <= 448 after rounding
 
 
 @triton.jit

@@ -1,0 +1,112 @@
+"""The second half of a plan: the row of every selection, its address, and its routing written at the destination.
+
+A selection's row is the first row of this rank there (from `plan`) + the rows of earlier blocks + the rows before it in
+its own block. For experts that last number comes from comparing keys; for ranks, of which a token serves each once,
+from a running sum over a [tokens, ranks] table.
+
+Outputs, for K slots and SENDS places a token (SENDS = K, or the number of ranks if COMPACT needs fewer):
+    where [T, K], sends_to [T, SENDS]   rank << 40 | row, -1 = nothing to send; `sends_to` lists places one after another
+    addresses [T, SENDS]                address of the row's payload, 0 = none
+
+Orders: plain stores; the rows' own signal, sent by a later launch of the stream, vouches for the routing too.
+Bytes moved: 4 * T * K keys, 24 * T * K places, and per row 12 (EXPERT_*) or 4 + 8 * K (COMPACT). Worked example:
+keys of one block [[5, 7], [7, 5]], first rows 10 (expert 5) and 20 (7): rows [[10, 20], [21, 11]].
+"""
+
+# ruff: noqa: ANN001, ANN201
+# mypy: ignore-errors
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from expertwire.kernels.routing import HOME_LOCAL, HOME_RANK, WHERE_RANK, load_block
+
+
+@triton.jit(do_not_specialize=["num_tokens", "rank"])
+def place_experts(
+    keys, block_counts, first_rows, home, row_bases, where, addresses, num_tokens, rank, meta_at,
+    R: tl.constexpr, E: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr,
+    ENTRIES: tl.constexpr, CHUNK: tl.constexpr, payload_bytes: tl.constexpr,
+):  # fmt: skip
+    """EXPERT_*: `sends_to` is `where`; the routing of a row is int32 (source rank, token, slot).
+
+    PARTS blocks share TOKENS tokens that were counted together; each has TOKENS / PARTS of them, ENTRIES >= that * K.
+    """
+    block = tl.program_id(0) // PARTS
+    begin = tl.program_id(0) % PARTS * (TOKENS // PARTS) * K
+    entry = begin + tl.arange(0, ENTRIES)
+    first_token = block * TOKENS
+    first = first_token.to(tl.int64) * K
+    size = tl.minimum(tl.minimum(num_tokens - first_token, TOKENS) * K, begin + TOKENS // PARTS * K)
+    key = tl.load(keys + first + entry, mask=entry < size, other=-1)
+    sends = key >= 0
+    known = tl.maximum(key, 0)
+    index = tl.load(block_counts + block * (E + R) + known, mask=sends, other=0)
+    index += tl.load(first_rows + known, mask=sends, other=0)
+    owner = tl.load(home + known, mask=sends, other=0) >> HOME_RANK
+    base = tl.load(row_bases + owner, mask=sends, other=0)
+    for start in range(0, size, CHUNK):
+        other = start + tl.arange(0, CHUNK)
+        theirs = tl.load(keys + first + other, mask=other < size, other=-2)
+        before = (theirs[:, None] == key[None, :]) & (other[:, None] < entry[None, :])
+        index += tl.sum(before.to(tl.int32), axis=0)
+    row = index.to(tl.int64)
+    listed = entry < size
+    tl.store(where + first + entry, tl.where(sends, (owner.to(tl.int64) << WHERE_RANK) | row, -1), mask=listed)
+    tl.store(addresses + first + entry, tl.where(sends, base + row * payload_bytes, 0), mask=listed)
+    meta = (base + meta_at + row * 12).to(tl.pointer_type(tl.int32))
+    tl.store(meta, tl.zeros_like(entry) + rank, mask=sends)
+    tl.store(meta + 1, first_token + entry // K, mask=sends)
+    tl.store(meta + 2, entry % K, mask=sends)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def place_ranks(
+    topk_idx, topk_weights, keys, block_counts, first_rows, home, row_bases, where, sends_to, addresses, num_tokens, meta_at,
+    R: tl.constexpr, RANKS: tl.constexpr, E: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr,
+    SENDS: tl.constexpr, WEIGHTED: tl.constexpr, payload_bytes: tl.constexpr,
+):  # fmt: skip
+    """COMPACT: the routing of a row is int32 token, K local expert ids (-1 for experts elsewhere), K float32 weights."""
+    block = tl.program_id(0)
+    token = block * TOKENS + tl.arange(0, TOKENS)
+    slot = tl.arange(0, SLOTS)
+    listed = (token < num_tokens)[:, None] & (slot < K)[None, :]
+    at = token.to(tl.int64)[:, None] * K + slot[None, :]
+    key = tl.load(keys + at, mask=listed, other=-1)
+    ids = load_block(topk_idx, block * TOKENS, num_tokens, E, K, SLOTS, TOKENS, False)
+    at_home = tl.load(home + tl.maximum(ids, 0), mask=ids >= 0, other=-1)
+    if WEIGHTED:
+        weights = tl.load(topk_weights + at, mask=listed, other=0.0)
+    else:
+        weights = tl.full([TOKENS, SLOTS], 1.0, tl.float32)
+    sends = key >= 0
+    known = tl.maximum(key, 0)
+    base = tl.load(row_bases + known, mask=sends, other=0)
+    index = tl.load(block_counts + block * (E + R) + E + known, mask=sends, other=0)
+    index += tl.load(first_rows + E + known, mask=sends, other=0)
+
+    serves = (key[:, :, None] == tl.arange(0, RANKS)[None, None, :]).to(tl.int32)  # [TOKENS, SLOTS, RANKS]
+    table = tl.sum(serves, axis=1)
+    before = tl.cumsum(table, axis=0) - table
+    row = (index + tl.sum(serves * before[:, None, :], axis=2)).to(tl.int64)
+    place = tl.where(sends, (key.to(tl.int64) << WHERE_RANK) | row, -1)
+    tl.store(where + at, place, mask=listed)
+    nth = tl.cumsum(sends.to(tl.int32), axis=1) - 1
+    listing = token.to(tl.int64)[:, None] * SENDS
+    tl.store(sends_to + listing + nth, place, mask=sends)
+    tl.store(addresses + listing + nth, base + row * payload_bytes, mask=sends)
+    count = tl.sum(sends.to(tl.int32), axis=1)
+    none = (token < num_tokens)[:, None] & (slot[None, :] >= count[:, None]) & (slot < SENDS)[None, :]
+    tl.store(sends_to + listing + slot[None, :], tl.full([TOKENS, SLOTS], -1, tl.int64), mask=none)
+    tl.store(addresses + listing + slot[None, :], tl.zeros([TOKENS, SLOTS], tl.int64), mask=none)
+
+    meta = (base + meta_at + row * (4 * (1 + 2 * K))).to(tl.pointer_type(tl.int32))
+    tl.store(meta, tl.zeros([TOKENS, SLOTS], tl.int32) + token[:, None], mask=sends)
+    here = (at_home >> HOME_RANK)[:, None, :] == key[:, :, None]
+    fields = meta[:, :, None] + 1 + slot[None, None, :]
+    written = sends[:, :, None] & (slot < K)[None, None, :]
+    tl.store(fields, tl.where(here, (at_home & HOME_LOCAL)[:, None, :], -1), mask=written)
+    tl.store(
+        (fields + K).to(tl.pointer_type(tl.float32), bitcast=True), tl.where(here, weights[:, None, :], 0.0), mask=written
+    )
