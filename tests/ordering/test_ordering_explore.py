@@ -168,5 +168,6 @@ def test_stamp_table_is_the_ordering_table_of_the_contract():
     assert spec["WRITE", "ATOMIC"]
     assert spec["WRITE", "READ"]
     assert not spec["WRITE", "WRITE"]
+    assert report.stamp_table(profiles.get("rc.hw"))["WRITE", "WRITE"]
     assert not spec["READ", "WRITE"]
     assert not any(srd.values())

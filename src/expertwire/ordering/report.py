@@ -144,5 +144,6 @@ def stamp_table(profile: Profile) -> dict[tuple[str, str], bool]:
                 if not closure & event.bit:
                     closure |= event.bit
                     work += [e for e in number.events if e.bit & event.after]
-            found[first, second] = bool((a.places or a.returns) & closure)
+            queued = profile.place_ww == "fifo_nic" and "READ" not in (first, second)
+            found[first, second] = bool((a.places or a.returns) & closure or (queued and a.accepts & closure))
     return found

@@ -12,7 +12,7 @@ same rows; the last row of a message may lie far from the first, so rows are two
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from expertwire.errors import InvalidArgument
@@ -190,7 +190,7 @@ def get(name: str) -> Mechanism:
 # ---- cost ------------------------------------------------------------------------------------------------------------
 
 _BTH, _RETH, _IMM, _ATOMIC, _AETH, _ATOMIC_ACK = 16, 16, 4, 28, 4, 8  # InfiniBand transport headers with the ICRC
-_WORD = 8
+_WORD, _WORD_NAME = 8, "word"
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,22 +219,18 @@ def cost(mechanism: Mechanism, profile: Profile, num_rows: int = 2) -> Cost:
 
     >>> from expertwire.ordering.profiles import get as profile
     >>> str(cost(get("atomic"), profile("rc.spec")))
-    '+0 round trips, 2 packets, 80 bytes, completion entries 0 at the writer, 0 at the reader'
+    '+0 round trips, 2 packets, 72 bytes, completion entries 0 at the writer, 0 at the reader'
     """
     peer = "r1"
     rows = tuple(Loc(peer, f"row{i}") for i in range(num_rows))
-    message = Message(peer, rows, 1, Loc(peer, "word"), 0, 1 << 24)
-    queue = Queue()
-    bare = _sum([Write(queue, (row,), (1,)) for row in rows], profile)
-    whole = _sum(list(mechanism.lower(message, queue)), profile)
-    tags = num_rows * _WORD if mechanism.reader == "tagged" else 0
-    word_packet = 2 if mechanism.reader == "tagged" else 0  # the word travels in the packet of the first row
-    return Cost(
-        whole.round_trips,
-        max(0, whole.packets - bare.packets - word_packet),
-        max(0, whole.bytes - bare.bytes + tags - (2 * _BTH + _RETH + _AETH if word_packet else 0)),
-        whole.completions,
-    )
+    word = Loc(peer, _WORD_NAME)
+    actions = list(mechanism.lower(Message(peer, rows, 1, word, 0, 1 << 24), Queue()))
+    bare = _sum([replace(a, arrival=None) for a in actions if isinstance(a, Write) and word not in a.target], profile)
+    whole = _sum(actions, profile)
+    packets, size = whole.packets - bare.packets, whole.bytes - bare.bytes
+    if mechanism.reader == "tagged":  # the word travels in the packet of the first row, and every row has a tag
+        packets, size = 0, _WORD * (num_rows + 1)
+    return Cost(whole.round_trips, packets, size, whole.completions)
 
 
 def _sum(actions: Sequence[Action], profile: Profile) -> Cost:
@@ -243,7 +239,7 @@ def _sum(actions: Sequence[Action], profile: Profile) -> Cost:
         match action:
             case Write(target=target, arrival=arrival):
                 packets += 2
-                size += 2 * _BTH + _RETH + _AETH + _WORD * (len(target) if target[0].name == "word" else 0)
+                size += 2 * _BTH + _RETH + _AETH + _WORD * sum(loc.name == _WORD_NAME for loc in target)
                 if arrival:
                     size, remote = size + _IMM, remote + 1
             case Notify():
