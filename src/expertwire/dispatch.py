@@ -63,7 +63,7 @@ class Dispatcher:
                 handle = self._new_handle(epoch, x, topk_idx, topk_weights, arrangement)
             else:
                 self._check_repeat(x, topk_idx, topk_weights, handle, zero_copy)
-            plan = self._plan(x, topk_weights, handle, wire)
+            plan = self._plan(x, topk_weights, handle, wire, zero_copy)
         receive = self._steps.dispatch(
             epoch, plan.routing, plan.rows, plan.header, plan.arrangement,
             known=handle._arrived if plan.cached else None, send_routing=not plan.cached,
@@ -140,7 +140,7 @@ class Dispatcher:
                 "token; EXPERT_SLOTS has room for distinct experts only (use EXPERT_MAJOR, or -1 in the later slot)"
             )
 
-    def _plan(self, x: Any, topk_weights: Any, handle: Handle, wire: WireFormat | None) -> _Plan:
+    def _plan(self, x: Any, topk_weights: Any, handle: Handle, wire: WireFormat | None, zero_copy: bool) -> _Plan:
         rank = self._rank
         cached = handle._arrived is not None
         opaque = isinstance(x, tuple)
@@ -153,6 +153,11 @@ class Dispatcher:
             rows, dtypes = self._encoded_rows(x, wire)
         tracked = [t for t in (None if opaque else x, topk_weights) if t is not None and t.requires_grad]
         needs_grad = torch.is_grad_enabled() and bool(tracked)
+        if needs_grad and zero_copy:
+            raise InvalidArgument(
+                f"rank {rank}: zero_copy rows are overwritten before a backward pass could read them, but an input "
+                "requires gradients; pass zero_copy=False, or detach it"
+            )
         if needs_grad and not opaque and x.requires_grad and isinstance(wire, FP8Block) and not wire.decode:
             raise InvalidArgument(
                 f"rank {rank}: x requires gradients, but FP8 rows cannot carry them; use FP8Block(..., decode=True), "

@@ -33,18 +33,20 @@ class Sums:
 class LaneSteps:
     """Epochs of one lane, and which of them this rank has not finished."""
 
-    def __init__(self, lane: Lane) -> None:
+    def __init__(self, lane: Lane, rank: int) -> None:
         self.lane = lane
+        self._rank = rank
         self.epoch = 0
         self._open: set[int] = set()
 
     def begin(self) -> int:
         """The next epoch. Raises InFlightError if this rank itself still holds the bank that it needs."""
         epoch = self.epoch + 1
-        if epoch - self.lane.num_banks in self._open:
+        name, held = self.lane.name, epoch - self.lane.num_banks
+        if held in self._open:
             raise InFlightError(
-                f"{self.lane.name}: {len(self._open)} steps are unfinished and the buffer has max_in_flight="
-                f"{self.lane.num_banks}. Call their hook(), combine or release() their zero-copy handles first, or "
+                f"rank {self._rank}: {name} {held} is unfinished, and with max_in_flight={self.lane.num_banks} {name} "
+                f"{epoch} needs its memory. Call its hook(), or combine or release() its zero-copy handle first, or "
                 "create the buffer with a larger max_in_flight."
             )
         self.epoch = epoch
@@ -60,8 +62,8 @@ class Steps:
 
     def __init__(self, engine: HostEngine) -> None:
         self.engine = engine
-        self.dispatches = LaneSteps(engine.dispatch_lane)
-        self.combines = LaneSteps(engine.combine_lane)
+        self.dispatches = LaneSteps(engine.dispatch_lane, engine.rank)
+        self.combines = LaneSteps(engine.combine_lane, engine.rank)
         self.failure: BaseException | None = None
 
     @contextmanager

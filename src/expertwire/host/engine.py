@@ -254,6 +254,9 @@ class HostEngine:
     def finish_dispatch(self, epoch: int) -> None:
         """The windows of this step may be written again."""
         layout, bank = self.runtime.layout, self.dispatch_lane.bank(epoch)
+        for (of_bank, _), workspace in self._workspaces.items():
+            if of_bank == bank:
+                workspace[:0].zero_()  # autograd now refuses a backward pass that would read the recycled views
         for writer in range(self.num_ranks):
             self.runtime.poison(layout.dispatch_header(bank, writer), layout.dispatch_region_bytes)
         step = protocol.finish(self.dispatch_lane, self.rank, epoch, self.num_ranks)
