@@ -1,6 +1,5 @@
 """Cases C04, C19, C23, C24: the same again, many times, in other sizes, late, and bit for bit."""
 
-import gc
 import os
 import random
 
@@ -118,7 +117,6 @@ def late_inputs(group, rounds, deferred):
             ids.fill_(63)
             weights.fill_(torch.nan)
             del x, ids, weights
-            gc.collect()
             sent = sent.hook() if deferred else sent
             assert sent.num_tokens_per_expert_list == [2 * 256] * 32
             y, handle = sent.x, sent.handle
