@@ -159,15 +159,19 @@ class Processes:
         context = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory(prefix="expertwire-ranks-")
         store = os.path.join(self._folder.name, "store")
-        with _interrupts_held():
-            for rank in range(self.max_ranks):
-                ours, theirs = context.Pipe()
-                name, args = f"expertwire-rank-{rank}", (theirs, rank, self.max_ranks, store)
-                process = context.Process(target=_serve, args=args, name=name, daemon=True)
-                process.start()
-                theirs.close()
-                self._processes.append(process)
-                self._pipes.append(ours)
+        try:
+            with _interrupts_held():
+                for rank in range(self.max_ranks):
+                    ours, theirs = context.Pipe()
+                    name, args = f"expertwire-rank-{rank}", (theirs, rank, self.max_ranks, store)
+                    process = context.Process(target=_serve, args=args, name=name, daemon=True)
+                    process.start()
+                    theirs.close()
+                    self._processes.append(process)
+                    self._pipes.append(ours)
+        except BaseException:
+            self.close(grace_s=0)
+            raise
         self._expect_all("start")
         self._groups = {self.max_ranks}
 
@@ -215,17 +219,29 @@ class Processes:
 
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Processes started inside never see Ctrl-C, which a terminal sends to all of them: the parent decides."""
+    """Ctrl-C waits until the end of this block; processes started inside never see it, the parent decides for them."""
     multiprocessing.resource_tracker.ensure_running()  # starting it would lift the block
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    pressed: list[int] = []
+    in_main = threading.current_thread() is threading.main_thread()
+    handler = signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number)) if in_main else None
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited by what is started
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if in_main:
+            signal.signal(signal.SIGINT, handler)
+            if pressed:
+                signal.raise_signal(signal.SIGINT)
 
 
 def _serve(pipe: Connection, rank: int, max_ranks: int, store_path: str) -> None:
     """Body of a rank's process: answer calls until the pipe is closed."""
+    with suppress(EOFError, ConnectionError):
+        _serve_calls(pipe, rank, max_ranks, store_path)
+
+
+def _serve_calls(pipe: Connection, rank: int, max_ranks: int, store_path: str) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
@@ -238,10 +254,7 @@ def _serve(pipe: Connection, rank: int, max_ranks: int, store_path: str) -> None
         return
     pipe.send_bytes(_answer(rank, None, None))
     while True:
-        try:
-            message = pipe.recv_bytes()
-        except EOFError:
-            return
+        message = pipe.recv_bytes()
         value, failure = None, None
         try:
             num_ranks, fn, args = _loads(message)
