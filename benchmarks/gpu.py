@@ -95,10 +95,9 @@ def check_case(shape, layout, wire, *, fused=False, alignment=1, deferred=False,
     want = reference.dispatch([x.cpu() for x in ranks.xs], routing, format_)
     ys = [torch.randn(w.x.numel() // shape.hidden, shape.hidden, device="cuda").bfloat16() for w in want]
     summed = reference.combine([y.cpu() for y in ys], routing)
-    bases = ranks.row_bases(ys)
     wrong = []
     for number in range(steps):
-        made = ranks.steps(layout, number % 2)
+        made = ranks.steps(layout, number % 2, alignment)
         outs = [torch.empty_like(x) for x in ranks.xs]
 
         def dispatch(r, made=made):
@@ -106,13 +105,13 @@ def check_case(shape, layout, wire, *, fused=False, alignment=1, deferred=False,
             if fused:
                 engine.dispatch_fused(ranks.xs[r], step, places[r], receive=not deferred)
             else:
-                addresses = engine.plan(step, places[r], alignment)
+                addresses = engine.plan(step, places[r])
                 engine.send(ranks.xs[r], None, addresses, step, places[r], receive=not deferred)
             if deferred:
                 engine.await_rows(step, total=fused)
 
         def combine(r, made=made, outs=outs):
-            ranks.engines[r].combine(bases, made[r], outs[r], weighted=layout is not Layout.COMPACT, finish=True)
+            ranks.engines[r].combine(ys[r], None, made[r], outs[r], weighted=layout is not Layout.COMPACT, finish=True)
 
         if number == 0:
             ranks.compile(dispatch, combine)
@@ -181,7 +180,7 @@ def decode(sweep=False):
         places = ranks.places(Layout.EXPERT_SLOTS, "fp8")[0]
         step = ranks.steps(Layout.EXPERT_SLOTS)[0]
         y = torch.randn(experts * tokens, 7168, device="cuda").bfloat16()
-        bases, out = ranks.row_bases([y]), torch.empty_like(x)
+        out = torch.empty_like(x)
         tries = [(None, None)]
         if sweep and (tokens, experts) in ((128, 256), (256, 256), (64, 256)):
             tries += [(64, 8), (64, 16), (64, 4), (32, 4), (32, 8), (16, 4), (16, 8), (16, 2), (8, 2)]
@@ -193,7 +192,7 @@ def decode(sweep=False):
             tries += [(8192, 8), (8192, 16), (4096, 4), (4096, 8), (2048, 2), (2048, 4), (2048, 8), (1024, 2), (1024, 4)]
         for columns, warps in tries:
             times = kernel_times(
-                lambda: engine.combine(bases, step, out, weighted=True, columns=columns, warps=warps)
+                lambda: engine.combine(y, None, step, out, weighted=True, columns=columns, warps=warps)
             )
             note(decode="combine", tokens=tokens, experts=experts, columns=columns, warps=warps, us=sum(times.values()))
         del ranks, places, y
@@ -205,7 +204,7 @@ def decode(sweep=False):
 
 def virtual(sweep=False):
     for num_ranks in (2, 4, 8):
-        tries = [(None, None)] if not sweep else [(None, None), (64, 4), (32, 4), (32, 8), (16, 4)]
+        tries = [(None, None)] if not sweep else [(None, None), (64, 8), (32, 4), (64, 4)]
         budget = 0
         for lines, warps in tries:
             ranks = Ranks(Shape(num_ranks, 128, 256, num_sms=budget), num_banks=1)
@@ -213,7 +212,7 @@ def virtual(sweep=False):
             made = ranks.steps(Layout.EXPERT_SLOTS)
             slots = 256 // num_ranks * num_ranks * 128
             ys = [torch.randn(slots, 7168, device="cuda").bfloat16() for _ in range(num_ranks)]
-            bases, outs = ranks.row_bases(ys), [torch.empty_like(x) for x in ranks.xs]
+            outs = [torch.empty_like(x) for x in ranks.xs]
 
             def dispatch(r):
                 ranks.engines[r].dispatch_fused(ranks.xs[r], made[r], places[r], receive=True, lines=lines, warps=warps)
@@ -222,7 +221,7 @@ def virtual(sweep=False):
                 ranks.engines[r].give_back(0)
 
             def combine(r, finish=False):
-                ranks.engines[r].combine(bases, made[r], outs[r], weighted=True, finish=finish)
+                ranks.engines[r].combine(ys[r], None, made[r], outs[r], weighted=True, finish=finish)
 
             try:
                 ranks.compile(dispatch, give_back, combine, lambda r: combine(r, True))
@@ -251,7 +250,7 @@ def prefill(sweep=False):
         ranks = Ranks(Shape(num_ranks, 4096, 256, num_sms=24), num_banks=1)
         places = ranks.places(Layout.COMPACT, wire)
         made = ranks.steps(Layout.COMPACT)
-        tries = [(None, None)] + ([(1, 8), (1, 16), (1, 32), (2, 16), (2, 32), (4, 32), (8, 32)] if sweep else [])
+        tries = [(None, None)] + ([(2, 16), (2, 32), (4, 16)] if sweep else [])
         for many, warps in tries:
             def step(r, many=many, warps=warps):
                 engine = ranks.engines[r]
@@ -268,14 +267,14 @@ def prefill(sweep=False):
                 note(prefill="dispatch", rows=many, warps=warps, error=repr(error)[:200])
         if wire == "bf16":
             ys = [torch.randn(p.region.num_rows, 7168, device="cuda").bfloat16() for p in places]
-            bases, outs = ranks.row_bases(ys), [torch.empty_like(x) for x in ranks.xs]
+            outs = [torch.empty_like(x) for x in ranks.xs]
             tries = [(None, None, None)]
             if sweep:
-                tries += [(1, 8192, 8), (1, 8192, 16), (1, 8192, 32), (2, 8192, 16), (2, 8192, 32), (4, 8192, 32), (4, 8192, 16)]
+                tries += [(2, 8192, 16), (4, 8192, 16)]
             for many, columns, warps in tries:
                 def gather(r, many=many, columns=columns, warps=warps):
                     ranks.engines[r].combine(
-                        bases, made[r], outs[r], weighted=False, rows_per_block=many, columns=columns, warps=warps, grid=24
+                        ys[r], None, made[r], outs[r], weighted=False, rows_per_block=many, columns=columns, warps=warps
                     )
                 ranks.compile(gather)
                 us, least = graph_time(lambda: ranks.each(gather), inner=2)
@@ -288,8 +287,8 @@ def prefill(sweep=False):
         step = ranks.steps(Layout.EXPERT_MAJOR)[0]
         engine, x = ranks.engines[0], ranks.xs[0]
         floor = copy_time((4096 * 14336 + 32768 * (14336 if wire == "bf16" else 7392)) // 2)
-        for many, warps in ((None, None), (1, 4), (1, 8), (1, 16), (2, 16), (2, 32), (4, 32)) if sweep else ((None, None),):
-            for sms in (132, 264, 528):
+        for many, warps in ((None, None), (1, 8), (1, 16), (2, 16), (2, 32), (4, 32)) if sweep else ((None, None),):
+            for sms in (132, 264, 528) if sweep else (132,):
                 engine.num_sms = sms
                 def run(many=many, warps=warps):
                     addresses = engine.plan(step, places)
@@ -301,10 +300,10 @@ def prefill(sweep=False):
                 except Exception as error:  # noqa: BLE001
                     note(prefill="expert_major", rows=many, warps=warps, error=repr(error)[:200])
     y = torch.randn(32768, 7168, device="cuda").bfloat16()
-    bases, out = ranks.row_bases([y]), torch.empty_like(x)
+    out = torch.empty_like(x)
     floor = copy_time((4096 + 32768) * 14336 // 2)
     for columns, warps in ((None, None), (4096, 4), (2048, 4), (2048, 2)):
-        parts = kernel_times(lambda: engine.combine(bases, step, out, weighted=True, columns=columns, warps=warps))
+        parts = kernel_times(lambda: engine.combine(y, None, step, out, weighted=True, columns=columns, warps=warps))
         note(prefill="expert_major combine", columns=columns, warps=warps, us=sum(parts.values()), floor_us=floor)
 
 

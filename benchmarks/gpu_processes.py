@@ -39,13 +39,13 @@ def measure(group, tokens, num_sms, check):
     placement = Placement.contiguous(EXPERTS, num_ranks)
     engine = DeviceEngine(
         memory, placement, capacity=tokens, hidden=HIDDEN, num_topk=TOPK, num_banks=1, num_sms=num_sms,
-        spin_limit=1 << 22,
+        spin_limit=1 << 22, strict_sms=True,
     )
     xs = [random_rows(r, tokens, HIDDEN) for r in range(num_ranks)] if check else {rank: random_rows(rank, tokens, HIDDEN)}
     ids = [uniform_routing(50 + r, tokens, TOPK, EXPERTS) for r in range(num_ranks)]
     weights = [random_weights(r, tokens, TOPK) for r in range(num_ranks)]
     x = xs[rank].cuda()
-    step = engine.step(0, Layout.COMPACT, ids[rank].cuda(), weights[rank].cuda())
+    step = engine.state.step(0, Layout.COMPACT, ids[rank].cuda(), weights[rank].cuda())
     found, wrong = {}, []
 
     def timed(name, fn):
@@ -73,7 +73,7 @@ def measure(group, tokens, num_sms, check):
         found[name] = (statistics.median(times), min(times))
 
     for wire in (FP8Block(), BF16()):
-        places = engine.places(Layout.COMPACT, Rows.of_wire(wire, HIDDEN))
+        places = engine.state.places(Layout.COMPACT, Rows.of_wire(wire, HIDDEN))
 
         def dispatch(places=places):
             addresses = engine.plan(step, places)
@@ -89,20 +89,26 @@ def measure(group, tokens, num_sms, check):
             difference = first_mismatch(got, want[rank].x.view(torch.uint8))
             if difference is not None:
                 wrong.append(f"rank {rank} {wire.name} rows: {difference}")
-    y, addresses = memory.allocate(places.region.num_rows * 2 * HIDDEN)
-    y = y.view(torch.bfloat16).view(-1, HIDDEN)
-    y.copy_(places.payload(0).view(torch.bfloat16).view(-1, HIDDEN))
+    inputs, out = engine.state.inputs(Layout.COMPACT), torch.empty_like(x)
+    y = inputs.payload(0).view(torch.bfloat16)
+    y.copy_(places.payload(0).view(torch.bfloat16))
     torch.cuda.synchronize()
-    dist.barrier(group)
-    bases, out = torch.tensor(addresses).cuda(), torch.empty_like(x)
-    timed("bf16 combine", lambda: engine.combine(bases, step, out, weighted=False, grid=num_sms))
+    timed("bf16 combine, output in the window", lambda: engine.combine(y, inputs, step, out, weighted=False))
+    source = places.payload(0).clone()
+    first = torch.zeros(1, dtype=torch.int32, device="cuda")
+
+    def copy_and_combine():
+        engine.copy_rows(source, inputs.payload(0), step.num_rows, first, source.shape[0])
+        engine.combine(y, inputs, step, out, weighted=False)
+
+    timed("bf16 combine, ordinary tensor", copy_and_combine)
     if check:
         summed = reference.combine([part.x for part in want], routing)[rank].x
         difference = first_mismatch(out.cpu(), summed)
         if difference is not None:
             wrong.append(f"rank {rank} sums: {difference}")
-    if engine.status.any():
-        wrong.append(f"rank {rank} gave up: {engine.status.tolist()}")
+    if engine.state.status.any():
+        wrong.append(f"rank {rank} gave up: {engine.state.status.tolist()}")
     return found, wrong
 
 

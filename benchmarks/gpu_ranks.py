@@ -42,7 +42,7 @@ class Ranks:
             lambda rank: DeviceEngine(
                 InprocDevice(rank, self.device), self.placement, capacity=shape.capacity or shape.num_tokens,
                 hidden=shape.hidden, num_topk=shape.num_topk, num_banks=num_banks, num_sms=self.num_sms,
-                spin_limit=SPIN_LIMIT,
+                spin_limit=SPIN_LIMIT, strict_sms=shape.num_sms > 0,
             )
         )
         self.streams = [torch.cuda.Stream() for _ in self.engines]
@@ -55,11 +55,11 @@ class Ranks:
     def places(self, layout, wire, alignment=1):
         rows = Rows.of_wire(WIRES[wire], self.shape.hidden)
         return ew.World(self.shape.num_ranks).run(
-            lambda rank: _with_group(self.engines[rank.rank], rank).places(layout, rows, alignment)
+            lambda rank: _with_group(self.engines[rank.rank], rank).state.places(layout, rows, alignment)
         )
 
-    def steps(self, layout, bank=0):
-        return [e.step(bank, layout, i, w) for e, i, w in zip(self.engines, self.ids, self.weights, strict=True)]
+    def steps(self, layout, bank=0, alignment=1):
+        return [e.state.step(bank, layout, i, w, alignment) for e, i, w in zip(self.engines, self.ids, self.weights, strict=True)]
 
     def each(self, fn):
         """Fork from the current stream, run fn(rank) on every rank's stream, join."""
@@ -82,15 +82,11 @@ class Ranks:
 
     def failures(self):
         torch.cuda.synchronize()
-        return [e.status.tolist() for e in self.engines if e.status.any()]
-
-    def row_bases(self, rows_of_rank):
-        """Addresses of one tensor per rank, as every rank needs them."""
-        return torch.tensor([t.data_ptr() for t in rows_of_rank], dtype=torch.int64).cuda()
+        return [e.state.status.tolist() for e in self.engines if e.state.status.any()]
 
 
 def _with_group(engine, rank):
-    engine.memory._group = rank
+    engine.state.memory._group = rank
     return engine
 
 

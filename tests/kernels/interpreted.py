@@ -120,9 +120,8 @@ def run(group, case):
         memory, placement, capacity=case.capacity, hidden=case.hidden, num_topk=case.num_topk, num_banks=2, num_sms=3,
         spin_limit=1 << 16,
     )
-    places = engine.places(case.layout, Rows.of_wire(wire, case.hidden), case.alignment)
-    expert_output, bases = memory.allocate(places.region.num_rows * 2 * case.hidden)
-    bases = torch.tensor(bases)
+    places = engine.state.places(case.layout, Rows.of_wire(wire, case.hidden), case.alignment)
+    inputs = engine.state.inputs(case.layout, case.alignment)
     wrong = []
 
     def compare(name, got, want):
@@ -139,11 +138,11 @@ def run(group, case):
         mine, bank = want[rank], number % 2
         for part in places.own:
             part[:] = 0xFF if number == 1 else part
-        step = engine.step(bank, case.layout, ids[rank], weights[rank])
+        step = engine.state.step(bank, case.layout, ids[rank], weights[rank], case.alignment)
         if case.fused:
             engine.dispatch_fused(xs[rank], step, places, receive=not case.deferred)
         else:
-            addresses = engine.plan(step, places, case.alignment)
+            addresses = engine.plan(step, places)
             engine.send(xs[rank], None, addresses, step, places, receive=not case.deferred)
         if case.deferred:
             engine.await_rows(step, total=case.fused)
@@ -174,13 +173,16 @@ def run(group, case):
         y = [random_rows(1000 + number + r, part.x.numel() // case.hidden, case.hidden) for r, part in enumerate(want)]
         biases = [random_rows(2000 + r, n, case.hidden) for r, n in enumerate(case.num_tokens[: case.num_ranks])]
         summed = reference.combine(y, routing, bias=[biases])[rank].x
-        expert_output.view(torch.bfloat16).view(-1, case.hidden)[:num_rows] = y[rank]
+        mine_y = inputs.payload(bank).view(torch.bfloat16)[:num_rows]
+        mine_y.copy_(y[rank])
         out = torch.empty(xs[rank].shape, dtype=torch.bfloat16)
+        if case.deferred:
+            engine.publish(mine_y, inputs, step)
         engine.combine(
-            bases, step, out, weighted=case.layout is not Layout.COMPACT, finish=True,
-            biases=torch.tensor([biases[rank].data_ptr()]), rows_per_block=2, columns=128,
+            mine_y, inputs, step, out, weighted=case.layout is not Layout.COMPACT, finish=True, biases=(biases[rank],),
+            publish=not case.deferred, rows_per_block=2, columns=128,
         )  # fmt: skip
         compare("sums", out, summed)
-    if engine.status.any():
-        wrong.append(f"rank {rank}: a wait gave up: {engine.status.tolist()}")
+    if engine.state.status.any():
+        wrong.append(f"rank {rank}: a wait gave up: {engine.state.status.tolist()}")
     return wrong

@@ -1,6 +1,6 @@
 """Combine: gather each token's rows where the experts left them, on whichever rank, and sum.
 
-Signal "my rows are ready", wait for the peers' signals, gather, signal "I have read yours", wait for the same from the
+Tell every peer where the own rows are and that they are ready, wait for the peers' signals, gather, signal "I have read yours", wait for the same from the
 peers: when the launch is over, the expert output may be overwritten. With one rank no word is written.
 
 Orders: the expert output was written by earlier launches of the stream; block 0 publishes it with `exchange_release`
@@ -21,28 +21,33 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from expertwire.kernels.combine_send import publish_rows
 from expertwire.kernels.memory import ticket_acq_rel
 from expertwire.kernels.routing import COMBINE_DONE, COMBINE_READY, DONE, WHERE_RANK, WHERE_ROW, await_peers, signal
 
 
 @triton.jit
 def sum_rows(
-    row_bases, where, weights, biases, out, tokens, columns, num_tokens,
-    SENDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, hidden: tl.constexpr, WEIGHTED: tl.constexpr,
-    NUM_BIASES: tl.constexpr,
+    y, row_bases, where, weights, bias0, bias1, out, tokens, columns, num_tokens,
+    R: tl.constexpr, SENDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, hidden: tl.constexpr,
+    WEIGHTED: tl.constexpr, NUM_BIASES: tl.constexpr,
 ):  # fmt: skip
     """out[token] = biases + sum over places of weight * row, for ROWS tokens and some columns."""
     inside = (columns < hidden)[None, :]
     live = tokens < num_tokens
     at = tokens[:, None] * hidden + columns[None, :]
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for b in tl.static_range(NUM_BIASES):
-        bias = tl.multiple_of(tl.load(biases + b).to(tl.pointer_type(tl.bfloat16)), 16)
-        total += tl.load(bias + at, mask=live[:, None] & inside, other=0.0).to(tl.float32)
+    if NUM_BIASES > 0:
+        total += tl.load(bias0 + at, mask=live[:, None] & inside, other=0.0).to(tl.float32)
+    if NUM_BIASES > 1:
+        total += tl.load(bias1 + at, mask=live[:, None] & inside, other=0.0).to(tl.float32)
     for nth in tl.static_range(SENDS):
         place = tl.load(where + tokens * SENDS + nth, mask=live, other=-1)
-        base = tl.load(row_bases + (tl.maximum(place, 0) >> WHERE_RANK), mask=place >= 0, other=0)
-        row = tl.multiple_of((base + (place & WHERE_ROW) * (2 * hidden)).to(tl.pointer_type(tl.bfloat16)), 16)
+        if R == 1:
+            row = tl.multiple_of(y + place * hidden, 16)
+        else:
+            base = tl.load(row_bases + (tl.maximum(place, 0) >> WHERE_RANK), mask=place >= 0, other=0)
+            row = tl.multiple_of((base + (place & WHERE_ROW) * (2 * hidden)).to(tl.pointer_type(tl.bfloat16)), 16)
         present = (place >= 0)[:, None]
         value = tl.load(row[:, None] + columns[None, :], mask=present & inside, other=0.0).to(tl.float32)
         if WEIGHTED:
@@ -54,13 +59,15 @@ def sum_rows(
 
 @triton.jit(do_not_specialize=["rank", "num_tokens", "spin_limit"])
 def combine_gather(
-    row_bases, where, topk_weights, biases, out, word_bases, epochs, tickets, dispatch_epochs, status,
+    y, source_bases, where, topk_weights, bias0, bias1, out, word_bases, epochs, tickets, dispatch_epochs, status,
     rank, num_tokens, spin_limit,
     R: tl.constexpr, RANKS: tl.constexpr, SENDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    PARTS: tl.constexpr, hidden: tl.constexpr, WEIGHTED: tl.constexpr, NUM_BIASES: tl.constexpr, FINISH: tl.constexpr,
+    PARTS: tl.constexpr, hidden: tl.constexpr, WEIGHTED: tl.constexpr, NUM_BIASES: tl.constexpr, EXCHANGE: tl.constexpr,
+    PUBLISH: tl.constexpr, FINISH: tl.constexpr,
 ):  # fmt: skip
-    """Rows of rank r lie at row_bases[r] + row * 2 * hidden. `where` [T, SENDS] names a token's rows, -1 = none
-    (SENDS = K; COMPACT: `sends_to` of the plan); topk_weights [T, SENDS] if WEIGHTED; out [T, hidden] bfloat16.
+    """`where` [T, SENDS] names a token's rows, -1 = none (SENDS = K; COMPACT: `sends_to` of the plan); topk_weights
+    [T, SENDS] if WEIGHTED; out [T, hidden] bfloat16. y and source_bases as in `combine_send`; with PUBLISH that half
+    is done here.
 
     PARTS blocks of COLUMNS columns make a row; a unit of work is ROWS tokens and one part. With FINISH the last block
     also signals that the views of the dispatch have been given back.
@@ -68,15 +75,19 @@ def combine_gather(
     block = tl.program_id(0)
     if R > 1:
         epoch = tl.load(epochs) + 1
-        if block == 0:
-            signal(word_bases, COMBINE_READY, epoch, 0, rank, R, RANKS)
+        if PUBLISH:
+            if block == 0:
+                publish_rows(y, source_bases, word_bases, epoch, rank, R, RANKS, EXCHANGE)
         await_peers(word_bases, COMBINE_READY, epoch, rank, status, spin_limit, R, RANKS)
+    row_bases = source_bases
+    if EXCHANGE:
+        row_bases = tl.load(source_bases + rank).to(tl.pointer_type(tl.int64))
     for unit in range(block, tl.cdiv(num_tokens, ROWS) * PARTS, tl.num_programs(0)):
         tokens = unit // PARTS * ROWS + tl.arange(0, ROWS).to(tl.int64)
         columns = unit % PARTS * COLUMNS + tl.arange(0, COLUMNS)
         sum_rows(
-            row_bases, where, topk_weights, biases, out, tokens, columns, num_tokens,
-            SENDS, ROWS, COLUMNS, hidden, WEIGHTED, NUM_BIASES,
+            y, row_bases, where, topk_weights, bias0, bias1, out, tokens, columns, num_tokens,
+            R, SENDS, ROWS, COLUMNS, hidden, WEIGHTED, NUM_BIASES,
         )  # fmt: skip
     if R > 1:
         if ticket_acq_rel(tickets) == tl.num_programs(0) - 1:

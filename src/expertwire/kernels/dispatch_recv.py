@@ -1,7 +1,7 @@
 """Receive half of dispatch: wait for the peers' rows; for tensors that the caller owns, copy the rows out.
 
 Rows already lie at their final places, so that is all. The copy runs over the rows that are in use, which only the
-device knows, and signals DONE when the window may be written again.
+device knows; then `give_back` tells the peers that the window may be written again.
 
 Orders: `load_acquire` (sys) of the peers' words, then plain loads by later launches of the stream.
 Bytes moved by the copy: 2 * (payload + scale factors + routing) per row in use.
@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 
 from expertwire.kernels.dispatch_slots import total_counts
-from expertwire.kernels.memory import ticket_acq_rel
 from expertwire.kernels.routing import DONE, READY, await_peers, signal
 
 
@@ -38,16 +37,18 @@ def give_back(word_bases, epochs, rank, R: tl.constexpr, RANKS: tl.constexpr):
     signal(word_bases, DONE, tl.load(epochs), 0, rank, R, RANKS)
 
 
-@triton.jit(do_not_specialize=["rank", "group_rows"])
-def copy_rows(
-    source, out, counts, offsets, word_bases, epochs, tickets, rank, group_rows,
-    R: tl.constexpr, RANKS: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr,
-    units: tl.constexpr, FINISH: tl.constexpr,
-):  # fmt: skip
-    """source, out [rows, units]: copy the first counts[g] rows of each group g, which begins at offsets[g].
+@triton.jit(do_not_specialize=["spin_limit"])
+def spin(word_bases, status, spin_limit, R: tl.constexpr, RANKS: tl.constexpr):
+    """Wait for an epoch that never comes, to learn how long a look takes."""
+    await_peers(word_bases, READY, 1 << 30, 0, status, spin_limit, R, RANKS)
 
-    With FINISH the last block signals DONE.
-    """
+
+@triton.jit(do_not_specialize=["group_rows"])
+def copy_rows(
+    source, out, counts, offsets, group_rows, GROUPS: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr,
+    units: tl.constexpr,
+):  # fmt: skip
+    """source, out [rows, units]: copy the first counts[g] rows of each group g, which begins at offsets[g]."""
     column = tl.arange(0, UNITS)[None, :]
     per_group = tl.cdiv(group_rows, ROWS)
     for unit in range(tl.program_id(0), GROUPS * per_group, tl.num_programs(0)):
@@ -59,8 +60,3 @@ def copy_rows(
             at = row[:, None] * units + column
             mask = (index < count)[:, None] & (column < units)
             tl.store(out + at, tl.load(source + at, mask=mask, other=0), mask=mask)
-    if FINISH:
-        if ticket_acq_rel(tickets) == tl.num_programs(0) - 1:
-            tl.store(tickets, 0)
-            if R > 1:
-                signal(word_bases, DONE, tl.load(epochs), 0, rank, R, RANKS)

@@ -85,6 +85,7 @@ def total_counts(
     source = tl.arange(0, RANKS)
     rows = tl.load(counts + source * (E + R) + E + rank, mask=source < R, other=0)
     tl.store(rank_counts + source, rows, mask=source < R)
+    tl.store(rank_counts + R, tl.sum(rows, axis=0))
 
 
 @triton.jit(do_not_specialize=["rank", "num_tokens", "spin_limit", "room", "L"])

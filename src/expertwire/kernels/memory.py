@@ -1,6 +1,6 @@
-"""Memory operations of the kernels, one function each, named as in PTX. The only file with inline assembly.
+"""Memory operations of the kernels, one function each, named as in PTX. No other file knows how.
 
-    load_acquire            ld.acquire.sys      words that peers write
+    load_acquire            ld.acquire.sys          words that peers write
     exchange_release        atom.exch.release.sys   one word per peer; all stores of the block before it are visible first
     ticket_acq_rel          atom.add.acq_rel.gpu    counts the blocks of one launch; the last one has seen all others' stores
     wait                    a bounded loop of load_acquire, which leaves a record when it gives up
@@ -11,8 +11,9 @@ to whoever acquires the word at sys scope (P1), also on another device (P4: both
 one writer only and grows, so the exchange could be a plain release store; the exchange form takes one fence for all
 peers at once.
 
-On CUDA devices `load_acquire` is a plain load in every thread. Elsewhere, and in the interpreter, it is an atomic add
-of zero, which one thread does for all.
+`load_acquire` is written as an atomic add of zero, which one thread does for all: compilers turn it into an acquire load
+where they can, it runs on every backend and in the interpreter, and it needs no inline assembly. (A load in every
+thread, by inline assembly, was tried: threads of a block may then see different values and leave the loop apart.)
 """
 
 # ruff: noqa: ANN001, ANN201
@@ -55,12 +56,22 @@ def pack_word(epoch, count):
 
 
 @triton.jit
+def _leave_record(status, peers, mask, phase, wanted, seen, spins):
+    record = status + peers * STATUS_FIELDS
+    tl.store(record + 1, wanted, mask=mask)
+    tl.store(record + 2, seen, mask=mask)
+    tl.store(record + 3, spins, mask=mask)
+    tl.store(record, tl.zeros_like(seen) + phase, mask=mask)
+
+
+@triton.jit
 def wait(pointers, mask, epoch, phase: tl.constexpr, status, peers, spin_limit):
     """Words at `pointers` [R], once all that `mask` names have reached `epoch`; bounded by `spin_limit` looks.
 
     When it gives up it writes (phase, expected word, seen word, spins) to `status` for every peer that is late, and
     returns what it saw. A launch after a failure does not wait again: the first record stays, spin_limit counts as 0.
-    `status` is device memory: reading host memory here would cost a millisecond.
+    `status` is device memory, since reading host memory here would cost a millisecond; the word in front of it is the
+    address of a mirror in host memory, 0 for none.
     """
     wanted = epoch << COUNT_BITS
     seen = load_acquire(pointers, mask)
@@ -74,10 +85,9 @@ def wait(pointers, mask, epoch, phase: tl.constexpr, status, peers, spin_limit):
             spins += 1
         if (late > 0) & (failed == 0):
             is_late = mask & (seen < wanted)
-            record = status + peers * STATUS_FIELDS
-            tl.store(record + 1, wanted, mask=is_late)
-            tl.store(record + 2, seen, mask=is_late)
-            tl.store(record + 3, spins, mask=is_late)
-            tl.store(record, tl.zeros_like(seen) + phase, mask=is_late)
+            _leave_record(status, peers, is_late, phase, wanted, seen, spins)
+            mirror = tl.load(status - STATUS_FIELDS)
+            if mirror != 0:
+                _leave_record(mirror.to(tl.pointer_type(tl.int64)), peers, is_late, phase, wanted, seen, spins)
     tl.debug_barrier()
     return seen

@@ -20,7 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from expertwire.kernels.routing import HOME_LOCAL, HOME_RANK, WHERE_RANK, load_block
+from expertwire.kernels.routing import DONE, HOME_LOCAL, HOME_RANK, WHERE_RANK, WHERE_ROW, await_peers, load_block
 
 
 @triton.jit(do_not_specialize=["num_tokens", "rank"])
@@ -110,3 +110,17 @@ def place_ranks(
     tl.store(
         (fields + K).to(tl.pointer_type(tl.float32), bitcast=True), tl.where(here, weights[:, None, :], 0.0), mask=written
     )
+
+
+@triton.jit(do_not_specialize=["num_places", "rank", "spin_limit"])
+def address_rows(
+    sends_to, row_bases, addresses, word_bases, epochs, status, num_places, rank, spin_limit,
+    R: tl.constexpr, RANKS: tl.constexpr, PLACES: tl.constexpr, payload_bytes: tl.constexpr,
+):  # fmt: skip
+    """Repeat a plan in another bank, whose rows the peers must have given back: sends_to -> addresses."""
+    if R > 1:
+        await_peers(word_bases, DONE, tl.load(epochs), rank, status, spin_limit, R, RANKS)
+    at = tl.program_id(0) * PLACES + tl.arange(0, PLACES)
+    place = tl.load(sends_to + at, mask=at < num_places, other=-1)
+    base = tl.load(row_bases + (tl.maximum(place, 0) >> WHERE_RANK), mask=place >= 0, other=0)
+    tl.store(addresses + at, tl.where(place >= 0, base + (place & WHERE_ROW) * payload_bytes, 0), mask=at < num_places)

@@ -88,8 +88,10 @@ def _first_rows(
     mine = mask & ((tl.load(home + expert, mask=mask, other=-1) >> HOME_RANK) == rank)
     local = position - start
     tl.store(expert_counts + local, total, mask=mine)
-    tl.store(padded_counts + local, padded, mask=mine)
-    tl.store(offsets + local + 1, group + padded, mask=mine)
+    if LAYOUT != EXPERT_SLOTS:  # there, both are fixed
+        tl.store(padded_counts + local, padded, mask=mine)
+        tl.store(offsets + local + 1, group + padded, mask=mine)
+        tl.store(offsets, 0)
 
 
 @triton.jit(do_not_specialize=["rank", "num_tokens", "num_blocks", "spin_limit", "room", "alignment"])
@@ -143,3 +145,4 @@ def plan_count(
         tl.store(first_rows + E + source, before, mask=source < R)
         arriving = tl.load(counts + source * width + E + rank, mask=source < R, other=0)
         tl.store(rank_counts + source, arriving, mask=source < R)
+        tl.store(rank_counts + R, tl.sum(arriving, axis=0))

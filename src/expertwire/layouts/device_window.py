@@ -2,6 +2,7 @@
 
     words    [bank][purpose][writer]              8-byte signal words, one cache line each
     counts   [bank][writer][num_experts + num_ranks]   int32: the writer's selections per expert, its rows per rank
+    sources  [bank][writer]                       8-byte address of the writer's expert output, to be read by combine
     rows     [bank]                               one `RowRegion`: rows at their final places, as the caller sees them
 
 Counts travel before rows, so a writer knows the final place of each of its rows and puts it there: nothing is copied
@@ -22,10 +23,10 @@ PURPOSES = ("counts", "ready", "done", "combine_ready", "combine_done")
 
 @dataclass(frozen=True)
 class DeviceWindow:
-    """Offsets of words and counts.
+    """Offsets of words, counts and sources.
 
     >>> DeviceWindow(num_ranks=8, num_experts=256, num_banks=2).total_bytes
-    21504
+    22016
     """
 
     num_ranks: int
@@ -59,9 +60,12 @@ class DeviceWindow:
     def counts(self, bank: int) -> int:
         return round_up(self.num_banks * self.words_bytes, REGION_ALIGN) + bank * self.counts_bytes
 
+    def sources(self, bank: int) -> int:
+        return self.counts(self.num_banks - 1) + self.counts_bytes + bank * round_up(8 * self.num_ranks, REGION_ALIGN)
+
     @property
     def total_bytes(self) -> int:
-        return self.counts(0) + self.num_banks * self.counts_bytes
+        return self.sources(0) + self.num_banks * round_up(8 * self.num_ranks, REGION_ALIGN)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,214 @@
+"""What a rank keeps on its device: the window with its words and counts, memory for rows, and the record of a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from expertwire.formats import BF16, FP8Block, WireFormat
+from expertwire.layouts.device_window import DeviceWindow, RowRegion
+from expertwire.layouts.receive import Layout, worst_case_rows
+from expertwire.topology import Placement
+from expertwire.transports.device import DeviceMemory
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How rows travel: `width` units of `unit_bytes`, or, with `fp8`, bfloat16 that becomes e4m3 on the way."""
+
+    width: int
+    unit_bytes: int
+    sf_units: int
+    sf_unit_bytes: int
+    fp8: bool = False
+    ue8m0: bool = False
+    block: int = 128
+
+    @property
+    def payload_bytes(self) -> int:
+        return self.width if self.fp8 else self.width * self.unit_bytes
+
+    @property
+    def sf_bytes(self) -> int:
+        return self.sf_units * self.sf_unit_bytes
+
+    @classmethod
+    def of_wire(cls, wire: WireFormat, hidden: int) -> Rows:
+        if isinstance(wire, FP8Block):
+            ue8m0 = wire.scale == "ue8m0"
+            units = wire.sf_bytes(hidden) if ue8m0 else wire.sf_bytes(hidden) // 4
+            return cls(hidden, 2, units, 1 if ue8m0 else 4, True, ue8m0, wire.block)
+        assert isinstance(wire, BF16)
+        return cls(hidden, 2, 0, 4)
+
+    @classmethod
+    def opaque(cls, payload_bytes: int, sf_bytes: int) -> Rows:
+        unit = next(u for u in (4, 2, 1) if payload_bytes % u == 0)
+        sf_unit = 4 if sf_bytes % 4 == 0 else 1
+        return cls(payload_bytes // unit, unit, sf_bytes // sf_unit, sf_unit)
+
+
+@dataclass(frozen=True)
+class Bank:
+    """This bank's addresses on every rank [R], and the counters that its steps keep on the device."""
+
+    words: torch.Tensor
+    counts: torch.Tensor
+    sources: torch.Tensor
+    epochs: torch.Tensor  # int64 [2]: dispatch, combine
+    tickets: torch.Tensor  # int32 [2]
+
+
+@dataclass(frozen=True)
+class Places:
+    """Memory for rows of one kind, in every bank: what a dispatch with this layout and these rows writes into."""
+
+    rows: Rows
+    region: RowRegion
+    own: list[torch.Tensor]
+    bases: list[torch.Tensor]
+
+    def payload(self, bank: int) -> torch.Tensor:
+        size = self.region.num_rows * self.region.payload_bytes
+        return self.own[bank][:size].view(self.region.num_rows, self.region.payload_bytes)
+
+    def sf(self, bank: int) -> torch.Tensor | None:
+        if self.region.sf_bytes == 0:
+            return None
+        size = self.region.num_rows * self.region.sf_bytes
+        return self.own[bank][self.region.sf : self.region.sf + size].view(self.region.num_rows, self.region.sf_bytes)
+
+    def meta(self, bank: int) -> torch.Tensor:
+        size = 4 * self.region.num_rows * self.region.meta_words
+        words = self.own[bank][self.region.meta : self.region.meta + size].view(torch.int32)
+        return words.view(self.region.num_rows, self.region.meta_words)
+
+
+@dataclass
+class Step:
+    """What one dispatch left behind: the plan that combine gathers by, and counts of what arrived. Device tensors."""
+
+    bank: int
+    layout: Layout
+    alignment: int
+    where: torch.Tensor
+    sends_to: torch.Tensor  # [T, min(K, R)] for COMPACT: the places of `where` one after another; else `where` itself
+    expert_counts: torch.Tensor
+    padded_counts: torch.Tensor
+    offsets: torch.Tensor
+    rank_counts: torch.Tensor
+    num_rows: torch.Tensor  # [1]: arrived rows, one per (token, rank)
+    topk_idx: torch.Tensor
+    topk_weights: torch.Tensor | None
+    kept: list[Any] = field(default_factory=list)
+
+
+class DeviceState:
+    """Tables and memory of one rank. Creation is collective."""
+
+    def __init__(
+        self, memory: DeviceMemory, placement: Placement, *, capacity: int, hidden: int, num_topk: int, num_banks: int
+    ) -> None:
+        self.memory, self.device = memory, memory.device
+        self.rank, self.num_ranks = memory.rank, memory.num_ranks
+        self.capacity, self.hidden, self.num_topk, self.num_banks = capacity, hidden, num_topk, num_banks
+        self.num_experts = placement.num_experts
+        per_rank = [len(placement.local_experts(rank)) for rank in range(self.num_ranks)]
+        self.num_local_experts, self.most_local_experts = per_rank[self.rank], max(per_rank)
+        self.window = DeviceWindow(self.num_ranks, self.num_experts, num_banks)
+        self._own, addresses = memory.allocate(self.window.total_bytes)
+        self.banks = [
+            Bank(
+                self.int64([a + self.window.words(bank) for a in addresses]),
+                self.int64([a + self.window.counts(bank) for a in addresses]),
+                self.int64([a + self.window.sources(bank) for a in addresses]),
+                self.int64([0, 0]),
+                self.int32([0, 0]),
+            )
+            for bank in range(num_banks)
+        ]
+        owners, local = placement.expert_ranks, placement.local_ids()
+        self.home = self.int32([r << 16 | i for r, i in zip(owners, local, strict=True)])
+        self.own_experts = self.int32(list(placement.local_experts(self.rank)) or [0])
+        by_owner = sorted(range(self.num_experts), key=lambda e: (owners[e], local[e]))
+        start = {owners[e]: position for position, e in reversed(list(enumerate(by_owner)))}
+        self.by_owner = self.int32(by_owner)
+        self.owner_start = self.int32([start[owners[e]] for e in by_owner])
+        room = self.num_ranks * capacity
+        self.slot_offsets = self.int32([i * room for i in range(self.num_local_experts + 1)])
+        self.slot_rooms = self.int32([room] * self.num_local_experts)
+        self._places: dict[tuple[object, ...], Places] = {}
+        self._scratch: dict[str, torch.Tensor] = {}
+        # One record per peer of the wait that gave up; in front of them the address of their mirror in host memory.
+        on_cuda = self.device.type == "cuda"
+        self.mirror = torch.zeros(self.num_ranks, 4, dtype=torch.int64, pin_memory=on_cuda)
+        records = self.int64([self.mirror.data_ptr(), 0, 0, 0] + [0] * 4 * self.num_ranks)
+        self._records, self.status = records, records[4:]
+
+    def int64(self, values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64).to(self.device)
+
+    def int32(self, values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32).to(self.device)
+
+    def empty(self, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def scratch(self, name: str, dtype: torch.dtype, size: int) -> torch.Tensor:
+        """Memory that launches of one stream may share."""
+        found = self._scratch.get(name)
+        if found is None or found.numel() < size:
+            found = self._scratch[name] = self.empty(dtype, size)
+        return found
+
+    def region(self, layout: Layout, rows: Rows, alignment: int) -> RowRegion:
+        """The same on all ranks, also where experts are spread unevenly."""
+        num_rows = worst_case_rows(
+            layout, self.num_ranks, self.capacity, self.num_topk, self.most_local_experts, alignment
+        )
+        return RowRegion(
+            num_rows, rows.payload_bytes, rows.sf_bytes, 1 + 2 * self.num_topk if layout is Layout.COMPACT else 3
+        )
+
+    def places(self, layout: Layout, rows: Rows, alignment: int = 1) -> Places:
+        """Memory for received rows of this kind. Collective when it is first asked for."""
+        key = (layout, rows, alignment if layout is Layout.EXPERT_MAJOR else 1)
+        return self._memory_for(key, rows, self.region(layout, rows, key[2]))
+
+    def inputs(self, layout: Layout, alignment: int = 1) -> Places:
+        """Memory for the experts' output, where peers read it: bfloat16 rows. Collective when it is first asked for."""
+        rows = Rows.of_wire(BF16(), self.hidden)
+        num_rows = self.region(layout, rows, alignment).num_rows
+        return self._memory_for(("inputs", num_rows), rows, RowRegion(num_rows, rows.payload_bytes, 0, 0))
+
+    def _memory_for(self, key: tuple[object, ...], rows: Rows, region: RowRegion) -> Places:
+        if key not in self._places:
+            made = [self.memory.allocate(region.total_bytes) for _ in range(self.num_banks)]
+            self._places[key] = Places(rows, region, [own for own, _ in made], [self.int64(a) for _, a in made])
+        return self._places[key]
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of this rank that peers can address, so far."""
+        regions = sum(places.region.total_bytes * self.num_banks for places in self._places.values())
+        return self.window.total_bytes + regions
+
+    def step(
+        self, bank: int, layout: Layout, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None, alignment: int = 1
+    ) -> Step:
+        """The tensors that one dispatch fills."""
+        num_local, ranks, num_tokens = self.num_local_experts, self.num_ranks, topk_idx.shape[0]
+        where = self.empty(torch.int64, num_tokens, self.num_topk)
+        sends_to = where
+        if layout is Layout.COMPACT:
+            sends_to = self.empty(torch.int64, num_tokens, min(ranks, self.num_topk))
+        counts = self.empty(torch.int32, 3 * num_local + 2 + ranks)
+        expert_counts, padded, offsets, arriving = counts.split([num_local, num_local, num_local + 1, ranks + 1])
+        if layout is Layout.EXPERT_SLOTS:
+            padded, offsets = self.slot_rooms, self.slot_offsets
+        return Step(
+            bank, layout, alignment, where, sends_to, expert_counts, padded, offsets, arriving[:ranks], arriving[ranks:],
+            topk_idx, topk_weights,
+        )  # fmt: skip
