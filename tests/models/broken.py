@@ -120,7 +120,7 @@ VARIANTS = {
         dispatch(receive=receive_after_done, finish=nothing), "atomic", "rc.spec", {},
         "bank reused too early", "dispatch_done",
     ),
-    "word cleaned": (DISPATCH, "atomic", "rc.spec", {"clean_after": True}, "deadlock", "cleaned by the reader"),
+    "word cleaned": (DISPATCH, "atomic", "rc.spec", {"clean_after": True}, "lost signal", "cleaned by the reader"),
     "count in too few bits": (DISPATCH, "atomic", "rc.spec", {"encoding": FEW_BITS}, "wrong count", "word of step"),
     "unmask without epoch": (
         models.get("masked"), "atomic", "rc.spec", {"readmit": "by any word"}, "wrong count", "gives up",
@@ -135,9 +135,9 @@ VARIANTS = {
     ),
     "count of another peer": (dispatch(send=rows_by_put), "atomic", "rc.spec", {}, "wrong count", "dispatch_ready"),
     "add onto a word that is cleaned, in a barrier": (
-        models.get("barrier"), "add", "rc.spec", {}, "deadlock", "cleaned by the reader",
+        models.get("barrier"), "add", "rc.spec", {}, "lost signal", "cleaned by the reader",
     ),
     "set onto a word that may be set again, in a barrier": (
-        models.get("barrier"), "put_signal", "shmem", {}, "deadlock", "barrier",
+        models.get("barrier"), "put_signal", "shmem", {}, "lost signal", "barrier",
     ),
 }  # fmt: skip

@@ -47,4 +47,4 @@ def test_a_barrier_with_a_word_per_parity_holds_where_one_word_does_not():
     for mechanism, profile in (("put_signal", "shmem"), ("write", "rc.spec"), ("put_signal", "gin.weak")):
         assert models.check(banked, mechanism, profiles.get(profile)).verdict is Verdict.HOLDS
         one_word = models.check(models.get("barrier"), mechanism, profiles.get(profile))
-        assert one_word.trace.violation.kind == "deadlock"
+        assert one_word.trace.violation.kind == "lost signal"

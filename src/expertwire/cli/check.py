@@ -158,7 +158,7 @@ def _show(cells: list[Cell], seconds: float) -> None:
             table.add_row(profile, *(_styled(model, column, profile, chosen) for column in columns))
         console.print(table)
     states = sum(c.states for c in cells)
-    console.print("stale: rows read too early; reuse: rows overwritten too early; count: wrong count; hang: deadlock")
+    console.print("; ".join(f"{short} = {kind}" for kind, short in SHORT.items()))
     console.print("[bold green]holds*[/] is what a transport of ours relies on; an empty cell: no such signal there.")
     console.print(
         f"{len(cells)} checks, {states:,} states in {seconds:.1f} s, {states / seconds:,.0f} states per second"

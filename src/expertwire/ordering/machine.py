@@ -284,6 +284,18 @@ class Network:
             return f"{name} waits for {action.loc} {action.compare} {action.value}{what}, and sees {seen}"
         return f"{name} stops at {type(action).__name__.lower()}"
 
+    def lost(self, state: State) -> bool:
+        nodes, done, _, _ = state
+        for node in nodes:
+            if isinstance(node.action, Await):
+                action = node.action
+                written = [e for e in self.number.events if e.bit & done and e.target == node.code.location and e.use]
+                values = [e.value for e in written if e.use != "add"]
+                values.append(sum(e.value for e in written if e.use == "add"))
+                if any(COMPARE[action.compare](v & action.mask, action.value & action.mask) for v in values):
+                    return True
+        return False
+
     def outcome(self, state: State) -> dict[str, Answer]:
         nodes, _, memory, _ = state
         found: dict[str, Answer] = {}

@@ -455,6 +455,9 @@ class Ptx:
                 found.append(f"{name} stops at: {step_words(node.action, None)}")
         return found
 
+    def lost(self, state: State) -> bool:
+        return False  # a read may return any write that is not overwritten: nothing that is waited for gets lost
+
     def outcome(self, state: State) -> dict[str, Answer]:
         nodes, memory = state[:2]
         found: dict[str, Answer] = {}

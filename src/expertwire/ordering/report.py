@@ -88,7 +88,13 @@ def matrix_table(cells: Sequence[Cell], model: str) -> str:
     return markdown(["profile", *columns], rows)
 
 
-_SHORT = {"stale read": "stale", "bank reused too early": "reuse", "wrong count": "count", "deadlock": "hang"}
+SHORT = {
+    "stale read": "stale",
+    "bank reused too early": "reuse",
+    "wrong count": "count",
+    "lost signal": "lost",
+    "deadlock": "hang",
+}
 
 
 def mark(found: Cell | None) -> str:
@@ -96,7 +102,7 @@ def mark(found: Cell | None) -> str:
     if found is None:
         return ""
     if found.verdict == Verdict.FAILS:
-        return _SHORT.get(found.violation, found.violation)
+        return SHORT.get(found.violation, found.violation)
     return "holds" if found.holds else "bound"
 
 

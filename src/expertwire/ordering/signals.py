@@ -141,7 +141,7 @@ def _flush(message: Message, queue: Queue) -> Iterator[Action]:
 def _read_back(message: Message, queue: Queue) -> Iterator[Action]:
     yield from _rows(message, queue)
     if message.rows:
-        yield Read(queue, message.rows[-1], Loc("", f"scratch {message.peer}"))
+        yield Read(queue, message.rows[-1], Loc("", f"{message.word.name}.read {message.bundle}"))
     yield Completion(queue)
     yield Write(queue, (message.word,), (message.new,))
 

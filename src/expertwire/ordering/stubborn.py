@@ -31,6 +31,14 @@ def stubborn(
     """The smallest stubborn subset of `moves` that grows from any one of them."""
     if len(moves) == 1:
         return moves
+    for move in moves:
+        if move.event >= 0:
+            event = events[move.event]
+            touches = event.reads or event.writes or event.marks
+        else:
+            touches = nodes[move.thread].code.reads or nodes[move.thread].code.writes
+        if not touches:
+            return [move]  # posts, accepts, completions
     closure = _Closure(events, nodes, done, memory, queues, moves)
     best = moves
     for seed in reversed(moves):

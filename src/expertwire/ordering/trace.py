@@ -16,6 +16,7 @@ from expertwire.ordering.profiles import Profile
 from expertwire.ordering.program import Program
 from expertwire.ordering.transitions import Machine, Move, Violation
 
+_COMPLETED = ("local completions are there", "quiet returns")
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
@@ -41,13 +42,16 @@ class Trace:
     outcome: dict[str, Any] = field(default_factory=dict)
 
     def timeline(self) -> str:
-        """The trace as text: one column per rank and per link that occurs, time runs downwards."""
+        """The trace as text: one column per rank and per link that occurs, time runs downwards. Completions that nobody
+        waits for are left out."""
         columns = sorted({x for line in self.lines for x in (line.rank, line.peer) if x})
         columns += sorted({_link(line) for line in self.lines if line.peer})
         width = max([3, *(len(c) for c in columns)]) + 1
         head = "".join(c.center(width) for c in columns)
         out = [f"{self.program} on {self.profile}, trace {self.id}", "", f"     {head} what happens"]
-        for number, line in enumerate(self.lines, 1):
+        awaited = any(line.text in _COMPLETED for line in self.lines)
+        shown = [line for line in self.lines if awaited or not line.text.startswith(("ack: ", "cqe: "))]
+        for number, line in enumerate(shown, 1):
             at = columns.index(_link(line) if line.peer else line.rank)
             marks = "".join(("●" if i == at else "│").center(width) for i in range(len(columns)))
             out.append(f"{number:4} {marks} {line.text}")
@@ -94,7 +98,7 @@ def record(machine: Machine, moves: list[Move], profile: str) -> Trace:
         state, violation = machine.apply(state, move)
     blocked = () if violation or machine.moves(state) else tuple(machine.unfinished(state))
     if blocked:
-        violation = Violation("deadlock", "; ".join(blocked))
+        violation = Violation("lost signal" if machine.lost(state) else "deadlock", "; ".join(blocked))
     name = machine.program.name
     # registers, and the memory that changed
     outcome = {k: v for k, v in machine.outcome(state).items() if v or "." not in k}

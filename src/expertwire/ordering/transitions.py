@@ -55,6 +55,9 @@ class Machine(Protocol):
     def unfinished(self, state: State) -> list[str]:
         """One sentence per thread that has not ended."""
 
+    def lost(self, state: State) -> bool:
+        """Whether a thread waits for a signal that has been sent and placed."""
+
     def outcome(self, state: State) -> dict[str, Answer]:
         """Registers and memory, by name."""
 
