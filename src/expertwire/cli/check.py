@@ -22,7 +22,7 @@ from expertwire.cli.weakest import show_weakest
 from expertwire.errors import InvalidArgument
 from expertwire.ordering import profiles, signals
 from expertwire.ordering.explore import MODES, Result, Verdict, explore
-from expertwire.ordering.report import Cell, cell, mark
+from expertwire.ordering.report import SHORT, Cell, cell, mark
 from expertwire.ordering.trace import replay
 
 _COLOUR = {"holds": "green", "fails": "red", "bound reached": "yellow"}
