@@ -72,6 +72,21 @@ def combine(rank: int, num_ranks: int, steps: int = 3, banks: int = 1) -> Step:
             yield from lane.finish(one, rank, epoch, num_ranks)
 
 
+def rows_unless_refused(writer: int, reader: int, epoch: int) -> int:
+    """As `rows_sent`, but rank 1 rejects its own arguments in step 1."""
+    return epoch_signal.REFUSED if (writer, epoch) == (1, 1) else rows_sent(writer, reader, epoch)
+
+
+def refused(rank: int, num_ranks: int, steps: int = 3, banks: int = 2) -> Step:
+    """A rank that refuses a step tells so and finishes it without receiving; for the others it is void."""
+    one = Lane("dispatch", banks)
+    for epoch in range(1, steps + 1):
+        yield from lane.send(one, rank, epoch, [rows_unless_refused(rank, peer, epoch) for peer in range(num_ranks)])
+        if (rank, epoch) != (1, 1):
+            yield from lane.receive(one, rank, epoch, num_ranks)
+        yield from lane.finish(one, rank, epoch, num_ranks)
+
+
 def barrier(rank: int, num_ranks: int, steps: int = 3) -> Step:
     """Barriers in a row."""
     for epoch in range(1, steps + 1):
@@ -80,13 +95,15 @@ def barrier(rank: int, num_ranks: int, steps: int = 3) -> Step:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A protocol to check. `goals` are labels that an exploration must reach; `expiring` lets waits end early."""
+    """A protocol to check. `goals` are labels that an exploration must reach, `expiring` lets waits end early, `sent`
+    is the truth about counts: (writer, reader, epoch) -> rows."""
 
     name: str
     text: str
     protocol: Protocol
     expiring: bool = False
     goals: tuple[str, ...] = ()
+    sent: Callable[[int, int, int], int] = rows_sent
 
 
 MODELS: dict[str, Model] = {
@@ -95,6 +112,7 @@ MODELS: dict[str, Model] = {
         Model("dispatch", "one lane, three steps on two banks", dispatch),
         Model("deferred", "one lane, two steps in flight", deferred),
         Model("combine", "dispatch and combine lanes, three steps on one bank each", combine),
+        Model("refused", "one lane, a rank refuses the first step", refused, sent=rows_unless_refused),
         Model("barrier", "three barriers in a row", barrier),
         Model(
             "masked",
@@ -114,17 +132,17 @@ def get(name: str) -> Model:
     return MODELS[name]
 
 
-def _truth(word: Word, epoch: int, reader: int) -> int | None:
-    return rows_sent(word.writer, reader, epoch) if word.purpose.endswith("_ready") else None
-
-
 def _paired(region: Region) -> Word:
     return Lane(region.lane, region.bank + 1).ready(region.bank, region.writer)
 
 
 def settings(model: Model, mechanism: str, **wrong: Any) -> Settings:
     """How a model is carried out; `wrong` turns on one of the mistakes of `Settings`."""
-    base = Settings(signals.get(mechanism), ENCODING, _truth, _paired)
+
+    def truth(word: Word, epoch: int, reader: int) -> int | None:
+        return model.sent(word.writer, reader, epoch) if word.purpose.endswith("_ready") else None
+
+    base = Settings(signals.get(mechanism), ENCODING, truth, _paired)
     if model.expiring:
         base = replace(base, may_expire=lambda word, epoch, reader: word.writer != reader)
     return replace(base, **wrong)
@@ -187,11 +205,15 @@ CLAIMS = {
 }
 # Several barriers in a row set one word again before the earlier signal must have landed: they need ordered signals.
 BARRIER_CLAIMS = CLAIMS | {"shmem": ("fence",), "gin.weak": ("atomic",)}
+# A rank that refuses a step does not wait for the rows of that step, which may still be under way when their bank is
+# written again: this needs a network on which writes to one place keep their order.
+REFUSED_CLAIMS = {"rc.hw": ("atomic", "imm"), "host": ("release",), "ptx": ("release",)}
 
 
 def claimed(model: str, mechanism: str, profile: str) -> bool:
     """Whether we rely on this cell."""
-    return mechanism in (BARRIER_CLAIMS if model == "barrier" else CLAIMS).get(profile, ())
+    claims = {"barrier": BARRIER_CLAIMS, "refused": REFUSED_CLAIMS}.get(model, CLAIMS)
+    return mechanism in claims.get(profile, ())
 
 
 def suitable(profile: Profile) -> list[str]:

@@ -173,6 +173,10 @@ def events_of(
             post.flushes = event.bit
         case Send():
             pass
+    if profile.coherent:
+        for event in post.events:
+            for other in (e for p in earlier for e in p.events if e.use and event.use and e.target == event.target):
+                event.after |= other.bit
     _completions(profile, op, post, entry, same, number)
     return post
 

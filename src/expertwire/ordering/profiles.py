@@ -42,6 +42,7 @@ KNOBS: dict[str, str] = {
     "covers": "what a signal vouches for: its own payload, or all earlier puts of the context to that peer. OpenSHMEM "
     "put_signal; GIN WeakSignal, StrongSignal",
     "covers_all": "a release store covers everything that the thread wrote, to whichever peer. PTX, C++ release",
+    "coherent": "writes of one thread to one word become visible in their order. C++ memory model, coherence",
     "source_read": "when the source is read: any time before completion, or while posting (a store).",
     "gdr_order": "for which GPU observers the NIC's order holds: none, owner, all. "
     "CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING",
@@ -79,6 +80,7 @@ class Profile:
     quiet: Literal["placed", "cqe"] = "cqe"
     covers: Literal["own", "earlier"] = "own"
     covers_all: bool = False
+    coherent: bool = False
     source_read: Literal["any", "post"] = "any"
     gdr_order: Literal["none", "owner", "all"] = "all"
     gdr_flush_trusted: bool = False
@@ -191,6 +193,7 @@ PROFILES: dict[str, Profile] = {
             "shared memory: plain stores in any order, a release store after them, an acquire load. C++ memory model",
             covers="earlier",
             covers_all=True,
+            coherent=True,
             source_read="post",
             quiet="placed",
             order_puts=True,
@@ -250,6 +253,7 @@ STRENGTH: dict[str, tuple[Any, ...]] = {
     "quiet": ("cqe", "placed"),
     "covers": ("own", "earlier"),
     "covers_all": (False, True),
+    "coherent": (False, True),
     "source_read": ("any", "post"),
     "gdr_order": ("none", "owner", "all"),
 }
