@@ -69,16 +69,18 @@ def tensor(
     dtypes: tuple[torch.dtype, ...] | None,
     dims: tuple[int | None, ...],
     meaning: str,
+    device: str = "cpu",
 ) -> torch.Tensor:
-    """A contiguous CPU tensor of one of `dtypes` (None: any) and of shape `dims` (None: any size)."""
+    """A contiguous tensor on `device`, of one of `dtypes` (None: any) and of shape `dims` (None: any size)."""
     where = f"rank {rank}: {name}"
     if not isinstance(value, torch.Tensor):
         raise InvalidArgument(f"{where} must be a tensor {meaning}, got {type(value).__name__}")
     if dtypes is not None and value.dtype not in dtypes:
         names = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
         raise InvalidArgument(f"{where} must have dtype {names}, got {str(value.dtype).removeprefix('torch.')}")
-    if value.device.type != "cpu":
-        raise InvalidArgument(f"{where} must be on the buffer's device 'cpu', got {str(value.device)!r}")
+    wanted = torch.device(device)
+    if value.device.type != wanted.type or (wanted.index is not None and value.device.index != wanted.index):
+        raise InvalidArgument(f"{where} must be on the buffer's device {device!r}, got {str(value.device)!r}")
     if value.layout is not torch.strided:
         raise InvalidArgument(f"{where} must be a dense tensor, got {value.layout}")
     matches = value.ndim == len(dims) and all(d is None or d == n for d, n in zip(dims, value.shape, strict=True))

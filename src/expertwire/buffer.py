@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -15,12 +15,13 @@ from expertwire._check import Settings
 from expertwire.call import Context
 from expertwire.combine import Combiner
 from expertwire.dispatch import Dispatcher
-from expertwire.engines import ENGINES, host_engine, transport_name
+from expertwire.engines import ENGINES, device_runtime, device_transport_name, host_engine, transport_name
 from expertwire.errors import (
     BufferClosed,
     ExpertWireError,
     GroupMismatch,
     InFlightError,
+    InvalidArgument,
     PeerRefused,
     TransportUnavailable,
 )
@@ -31,7 +32,7 @@ from expertwire.layouts.window import WindowLayout
 from expertwire.steps import Steps
 from expertwire.topology import Placement
 from expertwire.transports.base import Bootstrap
-from expertwire.world import bootstrap
+from expertwire.world import bootstrap, device_unavailable
 
 Tensors = tuple[torch.Tensor, torch.Tensor]
 
@@ -61,15 +62,16 @@ class Buffer:
     num_experts, num_topk     of the router; experts need not divide by ranks
     hidden                    width of a row; a multiple of 8
     num_max_tokens_per_rank   capacity: the most tokens that a rank may dispatch at once
-    device                    "cpu"
-    transport                 "auto", "inproc" (ranks of a World) or "shm" (processes of one host)
+    device                    "cpu", or "cuda" for the current GPU (docs/gpu.md says what is not offered there yet)
+    transport                 "auto", "inproc" (ranks of a World), "shm" or, on GPUs, "cuda_ipc" (processes of one host)
     placement                 expert -> rank, default `Placement.contiguous`
     max_in_flight             handles that may be between dispatch and combine at once
     timeout_s, on_timeout     longest wait for peers, None = for ever; then "raise" PeerTimeout, or "mask" them: skip
                               them from then on. A peer whose process has ended is noticed at once
     validate                  check that ids are in range (and distinct for EXPERT_SLOTS)
     debug_poison              fill windows and unused rows with NaN, and check guards at close
-    engine                    row work: "auto", "numba" or "torch"
+    engine                    row work: "auto", "numba" or "torch"; on GPUs "auto" or "triton"
+    num_sms                   GPUs only: the most SMs that a call may use; None = this rank's share of its GPU
 
     Before memory is taken, raises on every rank if one rank's settings are illegal (InvalidArgument there, PeerRefused
     elsewhere) or differ (GroupMismatch), and TransportUnavailable if the transport does not work here.
@@ -92,6 +94,7 @@ class Buffer:
         validate: bool = True,
         debug_poison: bool = False,
         engine: str = "auto",
+        num_sms: int | None = None,
     ) -> None:
         ranks = bootstrap(group)
         self.rank, self.num_ranks = ranks.rank, ranks.num_ranks
@@ -101,8 +104,8 @@ class Buffer:
             _check.choice("on_timeout", on_timeout, ("raise", "mask"))
             _check.choice("engine", engine, ENGINES)
             _check.timeout(timeout_s)
-            if device != "cpu":
-                raise TransportUnavailable(f"device={device!r} is not offered by this version; use device='cpu'")
+            on_device = device != "cpu"
+            _device_options(device, engine, on_timeout, debug_poison, num_sms)
             experts = placement or Placement.contiguous(num_experts, ranks.num_ranks)
             _check.placement(experts, num_experts, ranks.num_ranks)
             return Settings(
@@ -112,7 +115,7 @@ class Buffer:
                 num_max_tokens_per_rank=num_max_tokens_per_rank,
                 max_in_flight=max_in_flight,
                 device=device,
-                transport=transport_name(transport, ranks),
+                transport=(device_transport_name if on_device else transport_name)(transport, ranks),
                 on_timeout=on_timeout,
                 placement=experts,
             )
@@ -120,6 +123,13 @@ class Buffer:
         self.settings = _agree(ranks, settings)
         self._handles: weakref.WeakSet[Handle] = weakref.WeakSet()
         self._closed = False
+        self._engine: Any
+        self._steps: Any
+        self._dispatch: Any
+        self._combine: Any
+        if device != "cpu":
+            self._on_device(ranks, timeout_s, validate=validate, num_sms=num_sms)
+            return
         self._engine = host_engine(
             ranks,
             self.settings.transport,
@@ -133,6 +143,23 @@ class Buffer:
         self._steps = Steps(self._engine)
         context = Context(self, self.settings, self._steps, validate, self._raise_if_full)
         self._dispatch, self._combine = Dispatcher(context), Combiner(context)
+
+    def _on_device(self, ranks: Bootstrap, timeout_s: float | None, *, validate: bool, num_sms: int | None) -> None:
+        """The same parts for a GPU; what they are called here is what they answer to on the CPU."""
+        from expertwire.device_calls import DeviceCombiner, DeviceDispatcher, DeviceSteps
+
+        s = self.settings
+        runtime = device_runtime(
+            ranks, s.transport, s.device, s.placement, capacity=s.num_max_tokens_per_rank, hidden=s.hidden,
+            num_topk=s.num_topk, num_banks=s.max_in_flight, timeout_s=timeout_s, num_sms=num_sms,
+        )  # fmt: skip
+        self._engine = _DeviceTotals(runtime, (0,) * self.num_ranks)
+        self._steps = DeviceSteps(runtime.engine)
+        self._steps.runtime = runtime
+        self._dispatch = DeviceDispatcher(
+            self, s, runtime, self._steps, validate=validate, raise_if_full=self._raise_if_full
+        )
+        self._combine = DeviceCombiner(self, s, runtime, self._steps)
 
     # -- the two operations --------------------------------------------------------------------------------------
 
@@ -168,7 +195,7 @@ class Buffer:
         void and the next one works. Raises PeerTimeout, PeerLost, InFlightError, HandleError, BufferClosed.
         """
         self._raise_if_unusable()
-        record = self._dispatch(
+        record: Dispatched = self._dispatch(
             x, topk_idx, topk_weights, handle, layout, expert_alignment, wire, counts, defer_receive, zero_copy
         )
         if handle is None:
@@ -199,14 +226,27 @@ class Buffer:
         EXPERT_* rows are weighted by the topk_weights given to dispatch, COMPACT rows are not. Raises as dispatch does.
         """
         self._raise_if_unusable()
-        return self._combine(x, handle, topk_weights, bias, reduce, wire, defer_receive)
+        record: Combined = self._combine(x, handle, topk_weights, bias, reduce, wire, defer_receive)
+        return record
+
+    def combine_input(self, handle: Handle) -> torch.Tensor:
+        """Memory of the buffer, shaped as combine wants x of this handle: rows written there are read in place.
+
+        GPUs only, where it saves a copy between processes. Valid until combine has finished. Collective the first time.
+        """
+        self._raise_if_unusable()
+        if self.settings.device == "cpu":
+            raise TransportUnavailable("combine_input is offered on GPUs only; on the CPU pass any tensor to combine")
+        found: torch.Tensor = self._combine.inputs(handle)
+        return found
 
     # -- settings and state --------------------------------------------------------------------------------------
 
     @property
     def timeout_s(self) -> float | None:
         """Longest wait for peers in one half of a call; may be changed between calls."""
-        return self._engine.runtime.timeout_s
+        value: float | None = self._engine.runtime.timeout_s
+        return value
 
     @timeout_s.setter
     def timeout_s(self, value: float | None) -> None:
@@ -289,6 +329,40 @@ class Buffer:
             f"Buffer(rank {self.rank} of {self.num_ranks}, {s.transport}, {s.num_experts} experts, hidden {s.hidden}, "
             f"top-{s.num_topk}, up to {s.num_max_tokens_per_rank} tokens{', closed' if self._closed else ''})"
         )
+
+
+@dataclass(frozen=True)
+class _DeviceTotals:
+    """Where the CPU has its engine: a GPU's calls are not counted, since counts stay on the device."""
+
+    runtime: Any
+    rows_sent: tuple[int, ...]
+
+    @property
+    def rows_received(self) -> tuple[int, ...]:
+        return self.rows_sent
+
+    @property
+    def bytes_sent(self) -> tuple[int, ...]:
+        return self.rows_sent
+
+
+def _device_options(device: str, engine: str, on_timeout: str, debug_poison: bool, num_sms: int | None) -> None:
+    """Raise for what this device does not offer."""
+    reason = device_unavailable(device)
+    if reason:
+        raise TransportUnavailable(f"device={device!r} does not work here: {reason}")
+    on_device = device != "cpu"
+    if engine != "auto" and (engine == "triton") != on_device:
+        raise InvalidArgument(f"engine={engine!r} does not run on device={device!r}; use 'auto'")
+    if num_sms is not None:
+        _check.integer("num_sms", num_sms, 1, 1 << 10)
+        if not on_device:
+            raise InvalidArgument("num_sms is a setting of GPUs; leave it out on the CPU")
+    if on_device and on_timeout != "raise":
+        raise TransportUnavailable("on_timeout='mask' is not offered on a GPU yet; use 'raise'")
+    if on_device and debug_poison:
+        raise TransportUnavailable("debug_poison is not offered on a GPU; use device='cpu'")
 
 
 def _agree(ranks: Bootstrap, make: Callable[[], Settings]) -> Settings:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from expertwire.errors import InvalidArgument, TransportUnavailable
 from expertwire.host import kernels
 from expertwire.host.engine import HostEngine
@@ -15,8 +17,12 @@ from expertwire.transports.fabric import FabricTransport
 from expertwire.transports.inproc import Inproc, Rank
 from expertwire.transports.shm import Shm
 
+if TYPE_CHECKING:
+    from expertwire.kernels.runtime import DeviceRuntime
+
 TRANSPORTS: dict[str, type[Transport]] = {"inproc": Inproc, "shm": Shm, "fabric": FabricTransport}
-ENGINES = ("auto", "numba", "torch")
+DEVICE_TRANSPORTS = ("inproc", "cuda_ipc")
+ENGINES = ("auto", "numba", "torch", "triton")
 
 
 def transport_name(requested: str, group: Bootstrap) -> str:
@@ -37,6 +43,45 @@ def transport_name(requested: str, group: Bootstrap) -> str:
     if reason:
         raise TransportUnavailable(f"transport {name!r} does not work here: {reason}")
     return name
+
+
+def device_transport_name(requested: str, group: Bootstrap) -> str:
+    """The transport between ranks on GPUs that `requested` means for this group."""
+    fitting = "inproc" if isinstance(group, Rank) else "cuda_ipc"
+    if requested == "symm_mem":
+        raise TransportUnavailable("transport='symm_mem' is not offered yet; use 'cuda_ipc' for processes of one host")
+    if requested != "auto" and requested not in DEVICE_TRANSPORTS:
+        names = ", ".join(map(repr, DEVICE_TRANSPORTS))
+        raise InvalidArgument(f"on a GPU, transport must be 'auto' or one of {names}, got {requested!r}")
+    if requested not in ("auto", fitting):
+        have = "threads of one ew.World" if isinstance(group, Rank) else "processes"
+        raise TransportUnavailable(f"transport={requested!r} does not fit this group, whose ranks are {have}; use 'auto'")
+    return fitting
+
+
+def device_runtime(
+    group: Bootstrap, transport: str, device: str, placement: Placement, *, capacity: int, hidden: int, num_topk: int,
+    num_banks: int, timeout_s: float | None, num_sms: int | None,
+) -> DeviceRuntime:  # fmt: skip
+    """Windows on the GPUs of all ranks, and the kernels that work on them. Collective."""
+    import torch
+
+    from expertwire.kernels.engine import DeviceEngine
+    from expertwire.kernels.runtime import DeviceRuntime
+    from expertwire.transports.device import CudaIpc, InprocDevice
+
+    here = torch.device(device)
+    here = torch.device("cuda", torch.cuda.current_device() if here.index is None else here.index)
+    facts = torch.cuda.get_device_properties(here)
+    beside = group.all_gather(str(facts.uuid)).count(str(facts.uuid))  # ranks that share this GPU
+    memory = (InprocDevice if transport == "inproc" else CudaIpc)(group, here)
+    engine = DeviceEngine(
+        memory, placement, capacity=capacity, hidden=hidden, num_topk=num_topk, num_banks=num_banks, spin_limit=1,
+        num_sms=num_sms or max(1, facts.multi_processor_count // beside), strict_sms=num_sms is not None,
+    )  # fmt: skip
+    runtime = DeviceRuntime(engine, memory, timeout_s)
+    group.all_gather(None)
+    return runtime
 
 
 def host_engine(

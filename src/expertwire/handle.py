@@ -89,7 +89,11 @@ class Dispatched:
     missing_ranks: tuple[int, ...] = ()
 
     def __getattr__(self, name: str) -> Any:
-        raise _not_yet(self, name)
+        make = self.__dict__.get("_lazy", {}).get(name)  # fields of zero-copy records on a device
+        if make is None:
+            raise _not_yet(self, name)
+        self.__dict__[name] = make()
+        return self.__dict__[name]
 
 
 @dataclass(frozen=True)

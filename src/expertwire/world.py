@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from expertwire.errors import InvalidArgument, TransportUnavailable
@@ -16,6 +17,8 @@ T = TypeVar("T")
 
 class World:
     """`num_ranks` ranks in one process, for notebooks, tests and debugging: each runs in a thread of its own.
+
+    With device="cuda" the ranks share that GPU, each with a stream of its own; create tensors inside of `run`.
 
     With `fabric`, the name of a network profile such as "rc.ooo", ranks are joined by a simulated network that places
     every piece of every transfer as late ("adversary") or as randomly ("random") as the profile allows; `signal` is the
@@ -38,8 +41,11 @@ class World:
     ) -> None:
         if not isinstance(num_ranks, int) or isinstance(num_ranks, bool) or num_ranks < 1:
             raise InvalidArgument(f"World: num_ranks must be an int >= 1, got {num_ranks!r}")
-        if device != "cpu":
-            raise TransportUnavailable(f"World: device={device!r} is not offered by this version; use device='cpu'")
+        if device != "cpu" and fabric is not None:
+            raise InvalidArgument(f"World: a simulated fabric joins ranks on the CPU, got device={device!r}")
+        reason = device_unavailable(device)
+        if reason:
+            raise TransportUnavailable(f"World: device={device!r} does not work here: {reason}")
         self.num_ranks = num_ranks
         self.device = device
         self._new_fabric = (lambda: Fabric(num_ranks, fabric, signal, seed, schedule)) if fabric else lambda: None
@@ -59,7 +65,8 @@ class World:
             try:
                 if turns is not None:
                     turns.join(rank)
-                results[rank] = fn(Rank(crew, rank))
+                with _stream_of_its_own(self.device):
+                    results[rank] = fn(Rank(crew, rank))
             except BaseException as error:  # noqa: BLE001  # carried over to the caller's thread
                 crew.leave(rank, error)
             else:
@@ -86,6 +93,37 @@ class World:
             error.add_note(f"raised on rank {rank} of {self.num_ranks}")
             raise error
         return results
+
+
+@contextmanager
+def _stream_of_its_own(device: str) -> Iterator[None]:
+    """Ranks on one device work side by side, each on a stream; what they return is complete."""
+    if device == "cpu":
+        yield
+        return
+    import torch
+
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    with torch.cuda.device(device), torch.cuda.stream(stream):
+        yield
+        torch.cuda.current_stream().synchronize()
+
+
+def device_unavailable(device: str) -> str | None:
+    """None if ranks can use this device, else the reason and the remedy."""
+    if device == "cpu":
+        return None
+    import importlib.util
+
+    import torch
+
+    if torch.device(device).type != "cuda":
+        return "devices are 'cpu' and 'cuda'"
+    if not torch.cuda.is_available():
+        return "torch sees no GPU"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed: pip install 'expertwire[gpu]'"
+    return None
 
 
 class _ProcessGroup:

@@ -14,7 +14,7 @@ and bias 1.0 give 0 + 1 + 0.5 + 6 = 7.5.
 Bytes moved: 2 * hidden for every row gathered, every bias row, and every output row.
 """
 
-# ruff: noqa: ANN001, ANN201
+# ruff: noqa: ANN001, ANN201, ANN202, N803
 # mypy: ignore-errors
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ Orders: rows are plain stores, ordered by the ticket (acq_rel, gpu), published b
 Bytes moved: T * 2 * hidden read, payload + scale factors written for every place. Worked example: `place`.
 """
 
-# ruff: noqa: ANN001, ANN201
+# ruff: noqa: ANN001, ANN201, ANN202, N803
 # mypy: ignore-errors
 from __future__ import annotations
 

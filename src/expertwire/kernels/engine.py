@@ -52,6 +52,8 @@ class DeviceEngine:
         self.capacity, self.hidden, self.num_topk = capacity, hidden, num_topk
         self.num_sms, self.strict_sms, self.spin_limit = num_sms, strict_sms, spin_limit
         self.compiling = False
+        on_cuda = memory.device.type == "cuda" and torch.version.hip is None
+        self._bounded = {"maxnreg": 128} if on_cuda else {}  # what `_resident` counts on
         self._ranks, self._slots = pow2(self.num_ranks), pow2(num_topk)
         self._local = pow2(self.state.most_local_experts)
 
@@ -98,7 +100,7 @@ class DeviceEngine:
             LOCAL=self._local, K=self.num_topk, SLOTS=self._slots,
             TOKENS=pow2(self.capacity), hidden=self.hidden, LINES=lines, BLOCK=rows.block, PARTS=parts,
             FP8=rows.fp8, UE8M0=rows.ue8m0, sf_bytes=rows.sf_bytes, sf_at=places.region.sf, meta_at=places.region.meta,
-            RECEIVE=receive, num_warps=warps,
+            RECEIVE=receive, num_warps=warps, **self._bounded,
         )  # fmt: skip
 
     def plan(self, step: Step, places: Places) -> torch.Tensor:
@@ -147,7 +149,7 @@ class DeviceEngine:
             place_experts, num_blocks * parts,
             keys, block_counts, first_rows, state.home, bases, step.where, addresses, num_tokens, self.rank, meta,
             R=self.num_ranks, E=self.num_experts, K=self.num_topk, TOKENS=tokens, PARTS=parts, ENTRIES=entries,
-            CHUNK=max(8, min(32, 8192 // entries)), payload_bytes=payload_bytes, num_warps=8,
+            CHUNK=max(8, min(64, 16384 // entries)), payload_bytes=payload_bytes, num_warps=8,
         )  # fmt: skip
         return addresses
 
@@ -171,7 +173,7 @@ class DeviceEngine:
     ) -> None:  # fmt: skip
         """Rows along a plan. `x` [T, width] bfloat16 or opaque units; `sf` for opaque rows.
 
-        One block per SM, with up to four rows of 14336 bytes in 32 warps: few SMs need many loads in flight.
+        One block per SM, with up to four rows of 14336 bytes in 16 warps: few SMs need many loads in flight.
         """
         bank, rows, num_tokens = self.state.banks[step.bank], places.rows, x.shape[0]
         lines = pow2(ceil_div(rows.width, rows.block))
@@ -189,7 +191,7 @@ class DeviceEngine:
             R=self.num_ranks, RANKS=self._ranks, SENDS=step.sends_to.shape[1], ROWS=many, LINES=lines, BLOCK=rows.block,
             width=rows.width, unit_bytes=rows.unit_bytes, sf_units=rows.sf_units, SF_UNITS=pow2(rows.sf_units),
             sf_unit_bytes=rows.sf_unit_bytes, FP8=rows.fp8, UE8M0=rows.ue8m0, RECEIVE=receive,
-            num_warps=warps or max(4, min(32, many * tile // 1024)),
+            num_warps=warps or max(4, min(16, many * tile // 2048)),
         )  # fmt: skip
 
     def await_rows(self, step: Step, *, total: bool) -> None:
@@ -221,7 +223,8 @@ class DeviceEngine:
         grid = min(self.num_sms, groups * ceil_div(group_rows, many))
         self._launch(
             copy_rows, max(grid, 1), source, out, counts, offsets, group_rows,
-            GROUPS=groups, ROWS=many, UNITS=pow2(units), units=units, num_warps=max(4, min(32, many * units // 512)),
+            GROUPS=groups, ROWS=many, UNITS=pow2(units), units=units,
+            num_warps=max(4, min(32, pow2(many * units // 512))),
         )  # fmt: skip
 
     # -- combine ---------------------------------------------------------------------------------------------------
@@ -265,7 +268,7 @@ class DeviceEngine:
             R=self.num_ranks, RANKS=self._ranks, SENDS=step.where.shape[1] if weighted else step.sends_to.shape[1],
             ROWS=many, COLUMNS=columns, PARTS=parts, hidden=self.hidden, WEIGHTED=weighted, NUM_BIASES=len(biases),
             EXCHANGE=inputs is None and self.num_ranks > 1, PUBLISH=publish, FINISH=finish, num_warps=warps,
-            enable_fp_fusion=False,
+            enable_fp_fusion=False, **(self._bounded if warps <= 16 else {}),
         )  # fmt: skip
 
     # -- waiting ---------------------------------------------------------------------------------------------------
@@ -275,7 +278,7 @@ class DeviceEngine:
         looks, records = 1 << 13, self.state.int64([0] * 4 * (self.num_ranks + 1))
         took = 0.0
         for _ in range(2):  # the first launch loads the kernel
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             records.zero_()
             start.record()
             spin[(1,)](

@@ -1,4 +1,4 @@
-"""Memory operations of the kernels, one function each, named as in PTX. No other file knows how.
+"""Memory operations of the kernels, one function each, named as in PTX. The only file with inline assembly.
 
     load_acquire            ld.acquire.sys          words that peers write
     exchange_release        atom.exch.release.sys   one word per peer; all stores of the block before it are visible first
@@ -11,17 +11,17 @@ to whoever acquires the word at sys scope (P1), also on another device (P4: both
 one writer only and grows, so the exchange could be a plain release store; the exchange form takes one fence for all
 peers at once.
 
-`load_acquire` is written as an atomic add of zero, which one thread does for all: compilers turn it into an acquire load
-where they can, it runs on every backend and in the interpreter, and it needs no inline assembly. (A load in every
-thread, by inline assembly, was tried: threads of a block may then see different values and leave the loop apart.)
+On CUDA devices `load_acquire` is a load in every thread that wants the word. Elsewhere, and in the interpreter, it is an
+atomic add of zero, which one thread does for all; many waiting blocks queue up behind such adds.
 """
 
-# ruff: noqa: ANN001, ANN201
+# ruff: noqa: ANN001, ANN201, ANN202, N803
 # mypy: ignore-errors
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.target_info import is_cuda
 
 COUNT_BITS = tl.constexpr(24)
 
@@ -32,6 +32,11 @@ STATUS_FIELDS = tl.constexpr(4)  # phase (0 = no failure), expected word, seen w
 @triton.jit
 def load_acquire(pointers, mask):
     """int64 words at `pointers`, 0 where not `mask`. After a barrier the block sees what the writers stored before."""
+    if is_cuda():
+        return tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.s32 p, $2, 0; mov.u64 $0, 0; @p ld.acquire.sys.global.u64 $0, [$1]; }",
+            "=l,l,r", [pointers, mask.to(tl.int32)], dtype=tl.int64, is_pure=False, pack=1,
+        )  # fmt: skip
     return tl.where(mask, tl.atomic_add(pointers, 0, mask=mask, sem="acquire", scope="sys"), 0)
 
 
@@ -79,7 +84,7 @@ def wait(pointers, mask, epoch, phase: tl.constexpr, status, peers, spin_limit):
     if late > 0:
         failed = tl.sum(tl.load(status + peers * STATUS_FIELDS, mask=mask, other=0, volatile=True), axis=0)
         spins = tl.where(failed == 0, 0, spin_limit).to(tl.int64)
-        while (late > 0) & (spins < spin_limit):
+        while (late > 0) & (spins < spin_limit):  # warps may leave at different times: no barrier in here
             seen = load_acquire(pointers, mask)
             late = tl.sum((mask & (seen < wanted)).to(tl.int32), axis=0)
             spins += 1

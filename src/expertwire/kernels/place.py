@@ -13,7 +13,7 @@ Bytes moved: 4 * T * K keys, 24 * T * K places, and per row 12 (EXPERT_*) or 4 +
 keys of one block [[5, 7], [7, 5]], first rows 10 (expert 5) and 20 (7): rows [[10, 20], [21, 11]].
 """
 
-# ruff: noqa: ANN001, ANN201
+# ruff: noqa: ANN001, ANN201, ANN202, N803
 # mypy: ignore-errors
 from __future__ import annotations
 
@@ -46,9 +46,12 @@ def place_experts(
     index += tl.load(first_rows + known, mask=sends, other=0)
     owner = tl.load(home + known, mask=sends, other=0) >> HOME_RANK
     base = tl.load(row_bases + owner, mask=sends, other=0)
+    coming = tl.load(keys + first + tl.arange(0, CHUNK), mask=tl.arange(0, CHUNK) < size, other=-2)
     for start in range(0, size, CHUNK):
+        theirs = coming
         other = start + tl.arange(0, CHUNK)
-        theirs = tl.load(keys + first + other, mask=other < size, other=-2)
+        after = other + CHUNK
+        coming = tl.load(keys + first + after, mask=after < size, other=-2)
         before = (theirs[:, None] == key[None, :]) & (other[:, None] < entry[None, :])
         index += tl.sum(before.to(tl.int32), axis=0)
     row = index.to(tl.int64)

@@ -205,7 +205,7 @@ class DeviceState:
         if layout is Layout.COMPACT:
             sends_to = self.empty(torch.int64, num_tokens, min(ranks, self.num_topk))
         counts = self.empty(torch.int32, 3 * num_local + 2 + ranks)
-        expert_counts, padded, offsets, arriving = counts.split([num_local, num_local, num_local + 1, ranks + 1])
+        expert_counts, padded, offsets, arriving = torch.split(counts, [num_local, num_local, num_local + 1, ranks + 1])
         if layout is Layout.EXPERT_SLOTS:
             padded, offsets = self.slot_rooms, self.slot_offsets
         return Step(

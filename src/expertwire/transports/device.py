@@ -13,16 +13,13 @@ class DeviceMemory(Protocol):
     """`name`, `mechanism` and `profile` as in `transports.base.Transport`."""
 
     name: str
+    any_address: bool  # every address of one rank is good on all
     rank: int
     num_ranks: int
     device: torch.device
 
     def allocate(self, num_bytes: int) -> tuple[torch.Tensor, list[int]]:
         """Zeroed uint8 memory of this rank, and the address at which this process sees every rank's. Collective."""
-        ...
-
-    def addresses(self, own: torch.Tensor) -> list[int] | None:
-        """Every rank's address of a tensor that it passes here, or None where only `allocate` makes shared memory."""
         ...
 
     def all_gather(self, value: object) -> list[Any]: ...
@@ -34,6 +31,7 @@ class InprocDevice:
     """Ranks as threads of one process on one device: every address is everybody's."""
 
     name = "inproc"
+    any_address = True
     mechanism = "stores, block barrier, release at sys scope; ld.acquire.sys"
     profile = "ptx"
 
@@ -50,9 +48,6 @@ class InprocDevice:
         self._kept.append(everyone)
         return own, [t.data_ptr() for t in everyone]
 
-    def addresses(self, own: torch.Tensor) -> list[int] | None:
-        return [t.data_ptr() for t in self._group.all_gather(own)]
-
     def all_gather(self, value: object) -> list[Any]:
         return self._group.all_gather(value)
 
@@ -64,6 +59,7 @@ class CudaIpc:
     """Processes of one host, on one device or on devices with peer access: memory mapped through CUDA IPC."""
 
     name = "cuda_ipc"
+    any_address = False
     mechanism = "stores, block barrier, release at sys scope; ld.acquire.sys"
     profile = "ptx"
 
@@ -77,16 +73,13 @@ class CudaIpc:
 
         own = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
         torch.cuda.synchronize(self.device)
-        recipes = self._group.all_gather(reduce_tensor(own))
+        recipes = self._group.all_gather(reduce_tensor(own))  # type: ignore[no-untyped-call]
         everyone = []
         for peer, (rebuild, arguments) in enumerate(recipes):
             everyone.append(own if peer == self.rank else rebuild(*arguments))
         self._group.all_gather(None)  # nobody frees before everybody has mapped
         self._kept.append(everyone)
         return own, [t.data_ptr() for t in everyone]
-
-    def addresses(self, own: torch.Tensor) -> list[int] | None:
-        return None
 
     def all_gather(self, value: object) -> list[Any]:
         return self._group.all_gather(value)

@@ -1,0 +1,420 @@
+"""Dispatch and combine on a device: check, launch, and build the record. The counterpart of `dispatch` and `combine`.
+
+Nothing here waits for the device but `counts="host"`. Rows arrive in memory that peers write into; tensors that the
+caller owns are copies of it, `zero_copy` views of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from expertwire import _check
+from expertwire.call import record
+from expertwire.errors import HandleError, InvalidArgument, TransportUnavailable
+from expertwire.formats import BF16, FP8Block, WireFormat
+from expertwire.formats.fp8 import column_major
+from expertwire.handle import Combined, Dispatched, Handle
+from expertwire.kernels.engine import DeviceEngine, Places, Rows, Step
+from expertwire.kernels.runtime import DeviceRuntime
+from expertwire.layouts.receive import Layout
+from expertwire.protocols.lane import Lane
+from expertwire.steps import LaneSteps
+
+
+@dataclass
+class Arrived:
+    """What a handle keeps of its dispatch: its step, and the shape of the rows that combine will be given."""
+
+    step: Step
+    num_rows: int
+    exact: bool
+    held_epoch: int | None  # of a zero-copy dispatch, whose bank is busy until the handle is finished
+
+
+class DeviceSteps:
+    """Which bank a call runs in, and what went wrong."""
+
+    def __init__(self, engine: DeviceEngine) -> None:
+        self.engine = engine
+        self.dispatches = LaneSteps(Lane("dispatch", engine.state.num_banks), engine.rank)
+        self.combining: set[int] = set()  # banks with a deferred combine
+        self._failure: BaseException | None = None
+        self.runtime: DeviceRuntime | None = None
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What makes the buffer unusable."""
+        if self._failure is None and self.runtime is not None:
+            try:
+                self.runtime.raise_if_failed()
+            except BaseException as error:  # noqa: BLE001  # reported by the next call
+                self._failure = error
+        return self._failure
+
+    def fail(self, error: BaseException) -> None:
+        self._failure = error
+
+
+class DeviceDispatcher:
+    """Makes the dispatch calls of one buffer."""
+
+    def __init__(
+        self, owner: object, settings: _check.Settings, runtime: DeviceRuntime, steps: DeviceSteps, *, validate: bool,
+        raise_if_full: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self._owner, self._settings, self._runtime, self._steps = owner, settings, runtime, steps
+        self._engine, self._state, self._rank = runtime.engine, runtime.engine.state, runtime.engine.rank
+        self._validate, self._raise_if_full = validate, raise_if_full
+        self.dropped_selections = 0
+
+    def __call__(
+        self, x: Any, topk_idx: Any, topk_weights: Any, handle: Any, layout: Any, expert_alignment: Any, wire: Any,
+        counts: Any, defer_receive: bool, zero_copy: bool,
+    ) -> Dispatched:  # fmt: skip
+        epoch = self._steps.dispatches.begin()
+        try:
+            _check.dispatch_options(self._rank, layout, expert_alignment, counts, wire)
+            payload, sf, rows, dtypes = self._rows(x, wire)
+            bank = self._steps.dispatches.lane.bank(epoch)
+            cached = handle is not None
+            exact = counts == "host"
+            if cached:
+                check_handle(self._rank, self._owner, handle)
+                if topk_idx is not None or topk_weights is not None or zero_copy:
+                    raise InvalidArgument(f"rank {self._rank}: with handle, pass no topk_idx, topk_weights or zero_copy")
+                if payload.shape[0] != handle.num_tokens:
+                    raise InvalidArgument(
+                        f"rank {self._rank}: x has {payload.shape[0]} tokens, its handle {handle.num_tokens}"
+                    )
+                step, exact = replace(handle._arrived.step, bank=bank), handle._arrived.exact
+            else:
+                self._raise_if_full()
+                self._check_routing(topk_idx, topk_weights, payload.shape[0], exact=exact)
+                weights = None if topk_weights is None else topk_weights.detach()
+                handle = Handle(self._owner, epoch, Layout(layout), payload.shape[0], topk_weights)
+                step = self._state.step(bank, handle.layout, topk_idx, weights, expert_alignment)
+            places = self._state.places(step.layout, rows, step.alignment)
+        except BaseException as error:
+            self._steps.dispatches.end(epoch)
+            if self._engine.num_ranks > 1:
+                self._steps.fail(error)  # the ranks are out of step
+            raise
+        engine, fused = self._engine, self._is_fused(step, rows, cached)
+
+        def send() -> None:
+            if fused:
+                engine.dispatch_fused(payload, step, places, receive=not defer_receive)
+            else:
+                addresses = engine.repeat_plan(step, places) if cached else engine.plan(step, places)
+                engine.send(payload, sf, addresses, step, places, receive=not defer_receive)
+            if defer_receive and engine.compiling:
+                engine.await_rows(step, total=fused)
+
+        self._runtime.launch((step.layout, rows, step.alignment, fused, cached, defer_receive, *_kinds(step)), send)
+
+        def complete() -> dict[str, Any]:
+            if defer_receive:
+                engine.await_rows(step, total=fused)
+            num_rows, lists = self._counts(step, exact=exact)
+            fields = self._views(step, places, num_rows, dtypes, wire, owned=not zero_copy, exact=exact)
+            if zero_copy:
+                handle._on_finish = lambda: self._finish(epoch, bank)
+            else:
+                self._runtime.launch("give_back", lambda: engine.give_back(bank))
+                self._steps.dispatches.end(epoch)
+            if not cached:
+                handle._arrived = Arrived(step, num_rows, exact, epoch if zero_copy else None)
+            return fields | lists
+
+        return record(Dispatched, complete, defer_receive, handle=handle)
+
+    def _finish(self, epoch: int, bank: int) -> None:
+        self._runtime.launch("give_back", lambda: self._engine.give_back(bank))
+        self._steps.dispatches.end(epoch)
+
+    def _is_fused(self, step: Step, rows: Rows, cached: bool) -> bool:
+        whole = rows.fp8 or (rows.unit_bytes == 2 and rows.width == self._settings.hidden and rows.sf_units == 0)
+        return step.layout is Layout.EXPERT_SLOTS and whole and not cached and self._engine.fits_fused()
+
+    # -- checks --------------------------------------------------------------------------------------------------
+
+    def _rows(
+        self, x: Any, wire: WireFormat | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None, Rows, tuple[torch.dtype, torch.dtype | None]]:
+        rank, settings = self._rank, self._settings
+        if isinstance(x, tuple):
+            if wire is not None or len(x) != 2:
+                raise InvalidArgument(f"rank {rank}: rows given as (payload, sf) are a pair and travel with wire=None")
+            payload = _check.tensor(rank, "x[0]", x[0], None, (None, None), "[num_tokens, width]", settings.device)
+            sf = _check.tensor(rank, "x[1]", x[1], None, (payload.shape[0], None), "[num_tokens, scales]", settings.device)
+            rows = Rows.opaque(payload.shape[1] * payload.element_size(), sf.shape[1] * sf.element_size())
+            _check.row_fits(rank, rows.payload_bytes + rows.sf_bytes, rows.payload_bytes, rows.sf_bytes, settings.hidden)
+            units = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
+            found = payload.view(torch.uint8).view(units[rows.unit_bytes])
+            factors = sf.view(torch.uint8).view(units[rows.sf_unit_bytes])
+            dtypes: tuple[torch.dtype, torch.dtype | None] = (payload.dtype, sf.dtype)
+        else:
+            wire = wire or BF16()
+            dims, meaning = (None, settings.hidden), f"[num_tokens, {settings.hidden}]"
+            found = _check.tensor(rank, "x", x, (torch.bfloat16,), dims, meaning, settings.device)
+            rows, factors = Rows.of_wire(wire, settings.hidden), None
+            dtypes = (wire.payload_dtype, wire.sf_dtype)
+        _check.tokens(rank, "x", found.shape[0], settings.num_max_tokens_per_rank)
+        if found.data_ptr() % 16:
+            raise InvalidArgument(f"rank {rank}: x must begin at a multiple of 16 bytes")
+        if found.requires_grad and torch.is_grad_enabled():
+            raise TransportUnavailable(f"rank {rank}: gradients are not offered on a device yet; detach x")
+        return found.detach(), factors, rows, dtypes
+
+    def _check_routing(self, topk_idx: Any, topk_weights: Any, num_tokens: int, *, exact: bool) -> None:
+        rank, settings = self._rank, self._settings
+        if topk_idx is None:
+            raise InvalidArgument(f"rank {rank}: topk_idx is missing; pass it, or the handle of an earlier dispatch")
+        dims, meaning = (num_tokens, settings.num_topk), f"[{num_tokens}, {settings.num_topk}]"
+        _check.tensor(rank, "topk_idx", topk_idx, (torch.int32, torch.int64), dims, meaning, settings.device)
+        if topk_weights is not None:
+            _check.tensor(rank, "topk_weights", topk_weights, (torch.float32,), dims, meaning, settings.device)
+            if topk_weights.requires_grad and torch.is_grad_enabled():
+                raise TransportUnavailable(f"rank {rank}: gradients are not offered on a device yet; detach topk_weights")
+        if self._validate and exact and num_tokens:  # only where the call waits for the device anyway
+            low, high = (int(end) for end in torch.aminmax(topk_idx))
+            if low < -1 or high >= settings.num_experts:
+                raise InvalidArgument(
+                    f"rank {rank}: topk_idx has ids from {low} to {high}: ids must be in [0, {settings.num_experts}), "
+                    "or -1 for no selection"
+                )
+
+    # -- the record ----------------------------------------------------------------------------------------------
+
+    def _counts(self, step: Step, *, exact: bool) -> tuple[int, dict[str, Any]]:
+        """How many rows the record shows, and the counts as tensors and, if `exact`, as lists."""
+        tensors = {
+            "num_tokens_per_expert": step.expert_counts,
+            "num_padded_tokens_per_expert": step.padded_counts,
+            "num_tokens_per_rank": step.rank_counts,
+        }
+        lists: dict[str, Any] = {f"{name}_list": None for name in tensors}
+        num_rows = self._state.region(step.layout, Rows.of_wire(BF16(), self._settings.hidden), step.alignment).num_rows
+        if step.layout is Layout.EXPERT_SLOTS:
+            num_rows = self._state.num_local_experts * self._engine.num_ranks * self._engine.capacity
+        if exact:
+            parts = list(tensors.values())
+            values = torch.cat([*parts, step.num_rows]).tolist()  # waits
+            self._runtime.raise_if_failed()
+            for (name, part), start in zip(tensors.items(), _starts(parts), strict=True):
+                lists[f"{name}_list"] = values[start : start + part.numel()]
+            if step.layout is Layout.COMPACT:
+                num_rows = values[-1]
+            elif step.layout is Layout.EXPERT_MAJOR:
+                num_rows = sum(lists["num_padded_tokens_per_expert_list"])
+        offsets = None if step.layout is Layout.COMPACT else step.offsets
+        return num_rows, {**tensors, **lists, "expert_offsets": offsets, "missing_ranks": ()}
+
+    def _views(
+        self, step: Step, places: Places, num_rows: int, dtypes: tuple[torch.dtype, torch.dtype | None],
+        wire: WireFormat | None, *, owned: bool, exact: bool,
+    ) -> dict[str, Any]:  # fmt: skip
+        payload, sf, meta = places.payload(step.bank)[:num_rows], places.sf(step.bank), places.meta(step.bank)[:num_rows]
+        sf = None if sf is None else sf[:num_rows]
+        if owned:
+            payload, sf = self._copy(step, payload), None if sf is None else self._copy(step, sf)
+        x = payload.view(dtypes[0])
+        factors = None if sf is None or dtypes[1] is None else sf.view(dtypes[1])
+        if isinstance(wire, FP8Block) and wire.decode:
+            x, factors = wire.decode_bfloat16(x, factors, self._settings.hidden), None
+        if step.layout is Layout.EXPERT_SLOTS:
+            groups = (self._state.num_local_experts, self._engine.num_ranks * self._engine.capacity)
+            x = x.view(*groups, x.shape[1])
+            factors = None if factors is None else factors.view(*groups, factors.shape[1])
+        if factors is not None and isinstance(wire, FP8Block) and wire.sf_layout == "column":
+            factors = column_major(factors)
+        lazy = {name: make for name, make in self._routing_fields(step, meta, exact=exact).items()}
+        fields: dict[str, Any] = {"x": x, "sf": factors}
+        if owned:  # the window may be overwritten soon
+            return fields | {name: make() for name, make in lazy.items()}
+        return fields | {"_lazy": lazy}
+
+    def _copy(self, step: Step, source: torch.Tensor) -> torch.Tensor:
+        """The rows in use, in memory of the caller's."""
+        out = torch.empty_like(source)
+        compact = step.layout is Layout.COMPACT
+        counts, offsets = (step.num_rows, self._state.slot_offsets[:1]) if compact else (step.expert_counts, step.offsets)
+        room = self._engine.num_ranks * self._engine.capacity
+
+        def copy() -> None:
+            self._engine.copy_rows(source, out, counts, offsets, room)
+
+        if source.numel():
+            self._runtime.launch(("copy", step.layout, source.shape[1]), copy)
+        return out
+
+    def _routing_fields(self, step: Step, meta: torch.Tensor, *, exact: bool) -> dict[str, Callable[[], Any]]:
+        """topk_idx, topk_weights and row_source, made from the routing that came with the rows."""
+        num_topk = self._settings.num_topk
+        row = torch.arange(meta.shape[0], device=meta.device)
+        if step.layout is Layout.COMPACT:
+            used = (row < step.num_rows)[:, None]
+
+            def topk_idx() -> torch.Tensor:
+                return torch.where(used, meta[:, 1 : 1 + num_topk], -1)
+
+            def topk_weights() -> torch.Tensor | None:
+                if step.topk_weights is None:
+                    return None
+                return torch.where(used, meta[:, 1 + num_topk :].view(torch.float32), 0.0)
+
+            return {"topk_idx": topk_idx, "topk_weights": topk_weights, "row_source": lambda: None}
+
+        def row_source() -> torch.Tensor:
+            group = torch.searchsorted(step.offsets, row, right=True, out_int32=True) - 1
+            known = group.clamp(max=max(step.expert_counts.numel() - 1, 0))
+            inside = row - step.offsets[known] < step.expert_counts[known] if meta.shape[0] else row < 0
+            found = torch.where((inside & (group == known))[:, None], meta, -1)
+            if step.layout is not Layout.EXPERT_SLOTS:
+                return found
+            return found.view(self._state.num_local_experts, self._engine.num_ranks * self._engine.capacity, 3)
+
+        return {"topk_idx": lambda: None, "topk_weights": lambda: None, "row_source": row_source}
+
+
+class DeviceCombiner:
+    """Makes the combine calls of one buffer."""
+
+    def __init__(self, owner: object, settings: _check.Settings, runtime: DeviceRuntime, steps: DeviceSteps) -> None:
+        self._owner, self._settings, self._runtime, self._steps = owner, settings, runtime, steps
+        self._engine, self._state, self._rank = runtime.engine, runtime.engine.state, runtime.engine.rank
+
+    def inputs(self, handle: Any) -> torch.Tensor:
+        """Memory for the experts' output of this handle that combine reads in place. Collective the first time."""
+        check_handle(self._rank, self._owner, handle)
+        arrived: Arrived = handle._arrived
+        memory = self._state.inputs(arrived.step.layout, arrived.step.alignment).payload(arrived.step.bank)
+        return memory.view(torch.bfloat16)[: arrived.num_rows].view(self._dims(handle))
+
+    def _dims(self, handle: Handle) -> tuple[int, ...]:
+        if handle.layout is Layout.EXPERT_SLOTS:
+            return (
+                self._state.num_local_experts, self._engine.num_ranks * self._engine.capacity, self._settings.hidden
+            )  # fmt: skip
+        return (handle._arrived.num_rows, self._settings.hidden)
+
+    def __call__(
+        self, x: Any, handle: Any, topk_weights: Any, bias: Any, reduce: Any, wire: Any, defer_receive: bool
+    ) -> Combined:
+        try:
+            check_handle(self._rank, self._owner, handle)
+            y, biases = self._checked(x, handle, topk_weights, bias, reduce, wire)
+        except BaseException as error:
+            if self._engine.num_ranks > 1:
+                self._steps.fail(error)  # the ranks are out of step
+            raise
+        arrived: Arrived = handle._arrived
+        step, engine = arrived.step, self._engine
+        if step.bank in self._steps.combining:
+            raise HandleError(f"rank {self._rank}: another combine in this bank was deferred; call its hook() first")
+        weighted = handle.layout is not Layout.COMPACT and step.topk_weights is not None
+        out = self._state.empty(torch.bfloat16, handle.num_tokens, self._settings.hidden)
+        several = engine.num_ranks > 1
+        inputs = None
+        if several and (defer_receive or not self._runtime.memory.any_address):
+            inputs = self._state.inputs(step.layout, step.alignment)
+        held = arrived.held_epoch if not handle.finished else None
+        staged = y
+        if inputs is not None:
+            staged = inputs.payload(step.bank).view(torch.bfloat16)
+        late = defer_receive and several
+
+        def send() -> None:
+            if inputs is not None and y.data_ptr() != staged.data_ptr():
+                self._stage(y, staged, step)
+            if late:
+                engine.publish(staged, inputs, step)
+            if not late or engine.compiling:
+                gather()
+
+        def gather() -> None:
+            engine.combine(
+                staged, inputs, step, out, weighted=weighted, biases=biases, publish=not late, finish=held is not None
+            )
+
+        kind = ("combine", step.layout, weighted, len(biases), late, inputs is not None, held is not None)
+        if late:
+            self._steps.combining.add(step.bank)
+        handle._busy = defer_receive
+        self._runtime.launch(kind, send)
+
+        def complete() -> dict[str, Any]:
+            if late:
+                gather()
+                self._steps.combining.discard(step.bank)
+            handle._busy = False
+            if held is not None and handle._on_finish is not None:
+                handle._on_finish = lambda: self._steps.dispatches.end(held)  # the kernel has told the peers
+            handle.release()
+            return {"x": out, "topk_weights": None, "num_missing": 0}
+
+        return record(Combined, complete, defer_receive)
+
+    def _stage(self, y: torch.Tensor, staged: torch.Tensor, step: Step) -> None:
+        compact = step.layout is Layout.COMPACT
+        counts, offsets = (step.num_rows, self._state.slot_offsets[:1]) if compact else (step.expert_counts, step.offsets)
+        source = y.view(-1, self._settings.hidden).view(torch.uint8)
+        if source.shape[0]:
+            room = self._engine.num_ranks * self._engine.capacity
+            self._engine.copy_rows(source, staged.view(torch.uint8), counts, offsets, room)
+
+    def _checked(
+        self, x: Any, handle: Handle, topk_weights: Any, bias: Any, reduce: Any, wire: Any
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        rank, settings = self._rank, self._settings
+        _check.choice(f"rank {rank}: reduce", reduce, ("token", "rank"))
+        if reduce == "rank" and handle.layout is not Layout.COMPACT:
+            raise TransportUnavailable(f"rank {rank}: reduce='rank' is not offered on a device yet; use reduce='token'")
+        if not isinstance(_check.combine_wire(rank, wire, settings.hidden), BF16):
+            raise TransportUnavailable(f"rank {rank}: on a device combine reads rows where they are, as bfloat16: wire=None")
+        if topk_weights is not None:
+            raise TransportUnavailable(f"rank {rank}: combine(topk_weights=...) is not offered on a device yet")
+        dims = self._dims(handle)
+        _check.tensor(rank, "x", x, (torch.bfloat16,), dims, str(list(dims)), settings.device)
+        biases = () if bias is None else tuple(bias) if isinstance(bias, (tuple, list)) else (bias,)
+        if len(biases) > 2:
+            raise InvalidArgument(f"rank {rank}: bias must be one or two tensors, got {len(biases)}")
+        for one in biases:
+            dims = (handle.num_tokens, settings.hidden)
+            _check.tensor(rank, "bias", one, (torch.bfloat16,), dims, str(list(dims)), settings.device)
+        if torch.is_grad_enabled() and any(t.requires_grad for t in (x, *biases)):
+            raise TransportUnavailable(f"rank {rank}: gradients are not offered on a device yet; detach x and bias")
+        if any(t.data_ptr() % 16 for t in (x, *biases) if t.numel()):
+            raise InvalidArgument(f"rank {rank}: x and bias must begin at multiples of 16 bytes")
+        return x.detach(), tuple(b.detach() for b in biases)
+
+
+def check_handle(rank: int, owner: object, handle: Any) -> None:
+    """As `call.Context.check_handle`."""
+    if not isinstance(handle, Handle):
+        raise HandleError(f"rank {rank}: handle must be the `handle` of an earlier dispatch, got {type(handle).__name__}")
+    if handle._owner is not owner:
+        raise HandleError(f"rank {rank}: {handle} belongs to another buffer")
+    if handle._arrived is None:
+        raise HandleError(f"rank {rank}: the dispatch of {handle} has not received yet: call its hook() first")
+    if handle._busy:
+        raise HandleError(f"rank {rank}: {handle} is in use by a combine that has not received yet: call its hook() first")
+
+
+def _kinds(step: Step) -> tuple[object, ...]:
+    """What else decides which kernels are compiled: types and alignment of the caller's tensors."""
+    weights = step.topk_weights
+    aligned = None if weights is None else weights.data_ptr() % 16 == 0
+    return step.topk_idx.dtype, step.topk_idx.data_ptr() % 16 == 0, aligned
+
+
+def _starts(parts: list[torch.Tensor]) -> list[int]:
+    starts, total = [], 0
+    for part in parts:
+        starts.append(total)
+        total += part.numel()
+    return starts

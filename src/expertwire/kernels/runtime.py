@@ -1,0 +1,83 @@
+"""The host's side of a rank on a device: time-outs, failures, and kernels that are compiled before anybody waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+import numpy as np
+import torch
+
+from expertwire.errors import MissedSignal, PeerTimeout, TransportUnavailable
+from expertwire.kernels.engine import DeviceEngine
+from expertwire.protocols.epoch_signal import unpack
+from expertwire.transports.device import DeviceMemory
+
+PHASES = {1: "dispatch send", 2: "dispatch receive", 3: "dispatch send", 4: "combine receive", 5: "combine receive"}
+_MOST_SPINS = (1 << 31) - 1
+
+
+class DeviceRuntime:
+    """What `Buffer` needs of a device, under the names that `host.runtime.HostRuntime` has."""
+
+    def __init__(self, engine: DeviceEngine, memory: DeviceMemory, timeout_s: float | None) -> None:
+        self.engine, self.memory = engine, memory
+        self.masked: set[int] = set()
+        self.wait_s = np.zeros(engine.num_ranks)
+        self.closed = False
+        self._spins_per_s = engine.spins_per_second() if engine.num_ranks > 1 else 1e6
+        self._launched: set[Hashable] = set()
+        self.timeout_s = timeout_s
+
+    @property
+    def timeout_s(self) -> float | None:
+        """Waits in kernels are counted in looks at a word: None is as many as can be counted, about half an hour."""
+        return self._timeout_s
+
+    @timeout_s.setter
+    def timeout_s(self, value: float | None) -> None:
+        self._timeout_s = value
+        spins = _MOST_SPINS if value is None else max(1, int(value * self._spins_per_s))
+        self.engine.spin_limit = min(spins, _MOST_SPINS)
+
+    def launch(self, kind: Hashable, launches: Callable[[], None]) -> None:
+        """Run `launches`. The first time for a kind, all ranks first compile and load the kernels, then meet: a rank
+        that compiles while another one's kernel waits for it would keep the device from loading. Collective then."""
+        if kind not in self._launched:
+            if torch.cuda.is_current_stream_capturing():
+                raise TransportUnavailable(
+                    f"rank {self.engine.rank}: this kind of call cannot be captured before it has run once, since its "
+                    "kernels must be compiled and its memory shared: call it once outside of the capture"
+                )
+            self.engine.compiling = True
+            try:
+                launches()
+            finally:
+                self.engine.compiling = False
+            if self.engine.num_ranks > 1:
+                self.memory.all_gather(None)
+            self._launched.add(kind)
+        launches()
+
+    def raise_if_failed(self) -> None:
+        """PeerTimeout if a kernel gave up waiting. Looks at host memory only; complete after a synchronisation."""
+        records = self.engine.state.mirror
+        if not bool(records.any()):
+            return
+        missed, phase, spins = [], "dispatch send", 0
+        for peer, (code, wanted, seen, looks) in enumerate(records.tolist()):
+            if code:
+                missed.append(MissedSignal(peer, unpack(wanted)[0], *unpack(seen), alive=None))
+                phase, spins = PHASES[code], looks
+        hint = "If the ranks are only slow (compiling, loading), raise buf.timeout_s."
+        raise PeerTimeout(self.engine.rank, phase, missed, spins / self._spins_per_s, hint)
+
+    def broken_guards(self) -> list[int]:
+        """Device windows have no guards."""
+        return []
+
+    def close(self) -> None:
+        """Forget the windows, once this rank's kernels are done with them."""
+        if not self.closed:
+            self.closed = True
+            torch.cuda.synchronize(self.engine.state.device)
+            self.memory.close()
