@@ -17,6 +17,7 @@ from expertwire.host.combine import Rows
 from expertwire.host.dispatch import Routing, WireRows, refuse
 from expertwire.host.engine import Arrangement, HostEngine, Placed, Received
 from expertwire.host.runtime import Header
+from expertwire.protocols import lane as protocol
 from expertwire.protocols.lane import Lane
 
 
@@ -38,6 +39,7 @@ class LaneSteps:
         self._rank = rank
         self.epoch = 0
         self._open: set[int] = set()
+        self.void: list[int] = []  # refused here; peers may still be writing their rows
 
     def begin(self) -> int:
         """The next epoch. Raises InFlightError if this rank itself still holds the bank that it needs."""
@@ -77,9 +79,21 @@ class Steps:
 
     def refuse(self, steps: LaneSteps, epoch: int, reason: str) -> None:
         """This rank's arguments are illegal: declare the step void on all ranks."""
+        self._settle(steps)
         with self._fatal():
             refuse(self.engine.runtime, steps.lane, epoch, reason)
         steps.end(epoch)
+        steps.void.append(epoch)
+
+    def _settle(self, steps: LaneSteps) -> None:
+        """Give the windows of void steps back, once every peer has written its rows of them: before that, a slow peer's
+        rows could land on those of a later step. Not done in `refuse`, which waits for nobody."""
+        while steps.void:
+            epoch, runtime = steps.void.pop(), self.engine.runtime
+            step = protocol.receive(steps.lane, runtime.rank, epoch, runtime.num_ranks)
+            with self._fatal():
+                runtime.run(f"{steps.lane.name} receive", step)
+            (self.end_dispatch if steps is self.dispatches else self.end_combine)(epoch)
 
     def end_dispatch(self, epoch: int) -> None:
         """The windows of this step may be reused; after close() there are none."""
@@ -109,6 +123,7 @@ class Steps:
         hold_bank: bool = False,
     ) -> Callable[[], Received]:
         """Send rows along `routing`; the result receives them. `hold_bank` leaves the step open (zero-copy views)."""
+        self._settle(self.dispatches)
         row = self.engine.dispatch_row(rows.payload_bytes, rows.sf_bytes)
         with self._fatal():
             self.engine.send_dispatch(epoch, routing, rows, header, cached=not send_routing, keep_own=keep_own)
@@ -154,6 +169,7 @@ class Steps:
         keep_own: bool = True,
     ) -> Callable[[], Sums]:
         """Send y back along `placed`; the result receives and sums. `weighted` by the weights of `routing`."""
+        self._settle(self.combines)
         with self._fatal():
             outgoing, keep = self.engine.send_combine(
                 epoch, y, placed, header, wire, rows=rows, weighted=weighted, weights=weights, keep_own=keep_own

@@ -346,3 +346,57 @@ def write_late(rank, stalled, given_up, sent_by_2, resume, written):
 def test_a_masked_rank_that_wakes_up_in_a_put_corrupts_nobody():
     answers = world(3, write_late, *(threading.Event() for _ in range(5)))
     assert answers[0] is True
+
+
+# -- a slow writer after a refusal -------------------------------------------------------------------------------
+
+
+def refused_and_slow(rank, stalled, sent_by_2, resume, depth):
+    """Rank 0 refuses a combine that rank 1 is still writing to it, while rank 2 writes the next one already."""
+    buf = make(rank, max_in_flight=depth)
+    runtime, x = buf._engine.runtime, tokens(buf)
+    to_rank_1, to_rank_2 = torch.full((16, 2), -1), torch.full((16, 2), -1)
+    to_rank_1[:, 0], to_rank_2[:, 0] = 8, 16
+    first = buf.dispatch(x, to_rank_1)
+    buf.combine(first.x, first.handle)
+    second = buf.dispatch(x, to_rank_2)
+    buf.combine(second.x, second.handle)
+    rank.barrier()
+    if buf.rank == 0:
+        with pytest.raises(ew.InvalidArgument, match="float32"):
+            buf.combine(first.x.float(), first.handle)
+    else:
+        write_header = runtime.write_header
+
+        def late_header(peer, *args):
+            if buf.rank == 1 and peer == 0 and not stalled.is_set():
+                stalled.set()
+                assert resume.wait(60)
+            return write_header(peer, *args)
+
+        runtime.write_header = late_header
+        if buf.rank == 2:
+            assert stalled.wait(60)
+        with pytest.raises(ew.PeerRefused, match="rank 0"):
+            buf.combine(first.x, first.handle)
+    # Everybody goes on to combines along the other routing.
+    if buf.rank == 2:
+        publish = runtime.publish
+
+        def watched_publish(peer, word, *args):
+            publish(peer, word, *args)
+            if peer == 0 and word.purpose == "combine_ready":
+                sent_by_2.set()
+
+        runtime.publish = watched_publish
+    if buf.rank == 0:
+        # Rank 2's rows are either here before rank 1 writes, or wait until it has written.
+        sent_by_2.wait(0.3)
+        resume.set()
+    results = [buf.combine(second.x + i, second.handle).x for i in (1, 2, 3)]
+    return all(torch.equal(result, x + i) for i, result in enumerate(results, start=1))
+
+
+def test_a_slow_writer_after_a_refusal_corrupts_nobody():
+    answers = world(3, refused_and_slow, *(threading.Event() for _ in range(3)), 1)
+    assert answers == [True, True, True]

@@ -127,7 +127,7 @@ def send(
 
 
 def refuse(runtime: HostRuntime, lane: Lane, epoch: int, reason: str) -> None:
-    """Tell every peer that this rank's call is void, and why; the step is over for this rank."""
+    """Tell every peer that this rank's call is void, and why."""
     header_of = {"dispatch": runtime.layout.dispatch_header, "combine": runtime.layout.combine_header}[lane.name]
 
     def put(peer: int, region: Region, count: int) -> Segments:
@@ -135,7 +135,6 @@ def refuse(runtime: HostRuntime, lane: Lane, epoch: int, reason: str) -> None:
 
     counts = [REFUSED] * runtime.num_ranks
     runtime.run(f"{lane.name} send", protocol.send(lane, runtime.rank, epoch, counts), put)
-    runtime.run(f"{lane.name} receive", protocol.finish(lane, runtime.rank, epoch, runtime.num_ranks))
 
 
 def receive(
