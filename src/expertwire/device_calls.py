@@ -120,7 +120,7 @@ class DeviceDispatcher:
             if defer_receive:
                 engine.await_rows(step, total=fused)
             num_rows, lists = self._counts(step, exact=exact)
-            fields = self._views(step, places, num_rows, dtypes, wire, owned=not zero_copy, exact=exact)
+            fields = self._views(step, places, num_rows, dtypes, wire, owned=not zero_copy)
             if zero_copy:
                 handle._on_finish = lambda: self._finish(epoch, bank)
             else:
@@ -216,7 +216,7 @@ class DeviceDispatcher:
 
     def _views(
         self, step: Step, places: Places, num_rows: int, dtypes: tuple[torch.dtype, torch.dtype | None],
-        wire: WireFormat | None, *, owned: bool, exact: bool,
+        wire: WireFormat | None, *, owned: bool,
     ) -> dict[str, Any]:  # fmt: skip
         payload, sf, meta = places.payload(step.bank)[:num_rows], places.sf(step.bank), places.meta(step.bank)[:num_rows]
         sf = None if sf is None else sf[:num_rows]
@@ -232,7 +232,7 @@ class DeviceDispatcher:
             factors = None if factors is None else factors.view(*groups, factors.shape[1])
         if factors is not None and isinstance(wire, FP8Block) and wire.sf_layout == "column":
             factors = column_major(factors)
-        lazy = {name: make for name, make in self._routing_fields(step, meta, exact=exact).items()}
+        lazy = self._routing_fields(step, meta)
         fields: dict[str, Any] = {"x": x, "sf": factors}
         if owned:  # the window may be overwritten soon
             return fields | {name: make() for name, make in lazy.items()}
@@ -252,7 +252,7 @@ class DeviceDispatcher:
             self._runtime.launch(("copy", step.layout, source.shape[1]), copy)
         return out
 
-    def _routing_fields(self, step: Step, meta: torch.Tensor, *, exact: bool) -> dict[str, Callable[[], Any]]:
+    def _routing_fields(self, step: Step, meta: torch.Tensor) -> dict[str, Callable[[], Any]]:
         """topk_idx, topk_weights and row_source, made from the routing that came with the rows."""
         num_topk = self._settings.num_topk
         row = torch.arange(meta.shape[0], device=meta.device)

@@ -24,10 +24,9 @@ from expertwire.kernels.dispatch_send import dispatch_send
 from expertwire.kernels.dispatch_slots import dispatch_slots
 from expertwire.kernels.place import address_rows, place_experts, place_ranks
 from expertwire.kernels.plan import COMPACT, EXPERT_MAJOR, EXPERT_SLOTS, plan_count
-from expertwire.kernels.state import DeviceState, Places, Rows, Step
+from expertwire.kernels.state import DeviceMemory, DeviceState, Places, Rows, Step
 from expertwire.layouts.receive import Layout
 from expertwire.topology import Placement
-from expertwire.transports.device import DeviceMemory
 
 LAYOUTS = {Layout.COMPACT: COMPACT.value, Layout.EXPERT_MAJOR: EXPERT_MAJOR.value, Layout.EXPERT_SLOTS: EXPERT_SLOTS.value}
 FUSED_COMPARISONS = 1 << 16  # TOKENS * SLOTS * SLOTS that one block of `dispatch_slots` may make

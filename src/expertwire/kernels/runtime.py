@@ -9,8 +9,8 @@ import torch
 
 from expertwire.errors import MissedSignal, PeerTimeout, TransportUnavailable
 from expertwire.kernels.engine import DeviceEngine
+from expertwire.kernels.state import DeviceMemory
 from expertwire.protocols.epoch_signal import unpack
-from expertwire.transports.device import DeviceMemory
 
 PHASES = {1: "dispatch send", 2: "dispatch receive", 3: "dispatch send", 4: "combine receive", 5: "combine receive"}
 _MOST_SPINS = (1 << 31) - 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -11,7 +11,24 @@ from expertwire.formats import BF16, FP8Block, WireFormat
 from expertwire.layouts.device_window import DeviceWindow, RowRegion
 from expertwire.layouts.receive import Layout, worst_case_rows
 from expertwire.topology import Placement
-from expertwire.transports.device import DeviceMemory
+
+
+class DeviceMemory(Protocol):
+    """What a transport between devices provides: memory that the kernels of all ranks can address."""
+
+    name: str
+    any_address: bool  # every address of one rank is good on all
+    rank: int
+    num_ranks: int
+    device: torch.device
+
+    def allocate(self, num_bytes: int) -> tuple[torch.Tensor, list[int]]:
+        """Zeroed uint8 memory of this rank, and the address at which this process sees every rank's. Collective."""
+        ...
+
+    def all_gather(self, value: object) -> list[Any]: ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)

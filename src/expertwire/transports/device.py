@@ -1,30 +1,12 @@
-"""Device memory that the kernels of all ranks can address: `allocate` is collective and returns everybody's address."""
+"""Device memory that the kernels of all ranks can address, as `kernels.state.DeviceMemory` wants it."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from expertwire.transports.base import Bootstrap
-
-
-class DeviceMemory(Protocol):
-    """`name`, `mechanism` and `profile` as in `transports.base.Transport`."""
-
-    name: str
-    any_address: bool  # every address of one rank is good on all
-    rank: int
-    num_ranks: int
-    device: torch.device
-
-    def allocate(self, num_bytes: int) -> tuple[torch.Tensor, list[int]]:
-        """Zeroed uint8 memory of this rank, and the address at which this process sees every rank's. Collective."""
-        ...
-
-    def all_gather(self, value: object) -> list[Any]: ...
-
-    def close(self) -> None: ...
 
 
 class InprocDevice:
@@ -43,7 +25,7 @@ class InprocDevice:
     def allocate(self, num_bytes: int) -> tuple[torch.Tensor, list[int]]:
         own = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+            torch.cuda.current_stream(self.device).synchronize()
         everyone = self._group.all_gather(own)
         self._kept.append(everyone)
         return own, [t.data_ptr() for t in everyone]
@@ -72,7 +54,7 @@ class CudaIpc:
         from torch.multiprocessing.reductions import reduce_tensor
 
         own = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
-        torch.cuda.synchronize(self.device)
+        torch.cuda.current_stream(self.device).synchronize()
         recipes = self._group.all_gather(reduce_tensor(own))  # type: ignore[no-untyped-call]
         everyone = []
         for peer, (rebuild, arguments) in enumerate(recipes):

@@ -1,0 +1,247 @@
+"""`Buffer` on a GPU, bit for bit against the oracle: virtual ranks of one World, graphs, faults."""
+
+import importlib.util
+import time
+
+import pytest
+import torch
+
+import expertwire as ew
+from expertwire import reference
+from expertwire.formats import BF16, FP8Block
+from expertwire.testing import (
+    assert_equal,
+    random_rows,
+    random_weights,
+    repeated_routing,
+    run_processes,
+    uniform_routing,
+    with_holes,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU"),
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
+]
+CAPACITY, HIDDEN, TOPK, EXPERTS = 24, 512, 4, 16
+TOKENS = (24, 7, 0, 16, 24, 1, 24, 13)
+SLOTS, MAJOR, COMPACT = ew.Layout.EXPERT_SLOTS, ew.Layout.EXPERT_MAJOR, ew.Layout.COMPACT
+
+
+def data(num_ranks, step, repeats=False):
+    make = repeated_routing if repeats else uniform_routing
+    tokens = TOKENS[:num_ranks]
+    xs = [random_rows(100 * step + r, n, HIDDEN, scale=3.0) for r, n in enumerate(tokens)]
+    ids = [with_holes(make(100 * step + r, n, TOPK, EXPERTS), r) for r, n in enumerate(tokens)]
+    return xs, ids, [random_weights(100 * step + r, n, TOPK) for r, n in enumerate(tokens)]
+
+
+def buffer(rank, **options):
+    options = {"timeout_s": 20.0, "num_max_tokens_per_rank": CAPACITY} | options
+    return ew.Buffer(rank, num_experts=EXPERTS, hidden=HIDDEN, num_topk=TOPK, device="cuda", **options)
+
+
+def check_rank(buf, layout, wire, *, counts="host", zero_copy=False, deferred=False, alignment=1, steps=3, repeats=False):
+    """A few steps of one rank, each with a combine and a cached dispatch."""
+    num_ranks, rank, placement = buf.num_ranks, buf.rank, buf.settings.placement
+    for step in range(steps):
+        xs, ids, weights = data(num_ranks, step, repeats)
+        routing = reference.route(
+            ids, weights, placement=placement, layout=layout, expert_alignment=alignment, capacity=CAPACITY
+        )
+        want = reference.dispatch(xs, routing, wire)
+        y = [random_rows(500 + step + r, part.x.numel() // HIDDEN, HIDDEN) for r, part in enumerate(want)]
+        bias = [random_rows(900 + r, len(x), HIDDEN) for r, x in enumerate(xs)]
+        summed = reference.combine(y, routing, bias=[bias])[rank].x
+        mine = want[rank]
+        sent = buf.dispatch(
+            xs[rank].cuda(), ids[rank].cuda(), weights[rank].cuda(), layout=layout, wire=wire, counts=counts,
+            zero_copy=zero_copy, defer_receive=deferred, expert_alignment=alignment,
+        )  # fmt: skip
+        if deferred:
+            sent = sent.hook()
+        same_dispatch(sent, mine, layout, step)
+        rows = sent.x.shape[:-1].numel()
+        given = torch.full((rows, HIDDEN), float("nan"), dtype=torch.bfloat16)
+        given[: len(y[rank])] = y[rank]
+        given = given.cuda().view(*sent.x.shape[:-1], HIDDEN)
+        back = buf.combine(given, sent.handle, bias=bias[rank].cuda(), defer_receive=deferred)
+        if deferred:
+            given.fill_(float("nan"))
+            back = back.hook()
+        assert_equal(back.x.cpu(), summed)
+        again = buf.dispatch(xs[rank].cuda(), handle=sent.handle, wire=wire)
+        same_dispatch(again, mine, layout, step)
+
+
+def same_dispatch(sent, mine, layout, step):
+    num_rows = mine.x.numel() // mine.x.shape[-1]
+    source = None
+    if layout is COMPACT:
+        used = torch.ones(num_rows, dtype=torch.bool)
+        assert_equal(sent.topk_idx[:num_rows].cpu(), mine.topk_idx)
+        assert_equal(sent.topk_weights[:num_rows].cpu(), mine.topk_weights)
+        assert (sent.topk_idx[num_rows:] == -1).all()
+    else:
+        source = sent.row_source.cpu().view(-1, 3)
+        assert_equal(source[:num_rows], mine.row_source.view(-1, 3))
+        assert (source[num_rows:] == -1).all()
+        used = mine.row_source.view(-1, 3)[:, 0] >= 0
+        assert_equal(sent.expert_offsets.cpu(), mine.expert_offsets)
+        assert_equal(sent.num_padded_tokens_per_expert.cpu(), mine.num_padded_tokens_per_expert)
+    assert_equal(sent.num_tokens_per_expert.cpu(), mine.num_tokens_per_expert)
+    assert_equal(sent.num_tokens_per_rank.cpu(), mine.num_tokens_per_rank)
+    got = sent.x.reshape(-1, sent.x.shape[-1])[:num_rows].view(torch.uint8).cpu()
+    assert_equal(got[used], mine.x.reshape(num_rows, -1).view(torch.uint8)[used])
+    if mine.sf is not None:
+        got = sent.sf.reshape(-1, sent.sf.shape[-1])[:num_rows].cpu()
+        assert_equal(got[used], mine.sf.reshape(num_rows, -1)[used])
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("layout", [SLOTS, MAJOR, COMPACT], ids=str)
+@pytest.mark.parametrize("wire", [BF16(), FP8Block(), FP8Block(scale="ue8m0")], ids=lambda w: w.name)
+def test_layouts_and_wires(num_ranks, layout, wire):
+    def rank_work(rank):
+        with buffer(rank) as buf:
+            check_rank(buf, layout, wire, alignment=4 if layout is MAJOR else 1)
+
+    ew.World(num_ranks, device="cuda").run(rank_work)
+
+
+@pytest.mark.parametrize("layout", [SLOTS, MAJOR, COMPACT], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"counts": "device"},
+        {"counts": "device", "zero_copy": True},
+        {"deferred": True},
+        {"deferred": True, "zero_copy": True, "counts": "device"},
+    ],
+    ids=str,
+)
+def test_kinds_of_calls(layout, options):
+    def rank_work(rank):
+        with buffer(rank, validate=False) as buf:
+            check_rank(buf, layout, FP8Block(), repeats=True, **options)
+
+    ew.World(2, device="cuda").run(rank_work)
+
+
+def test_uneven_placement():
+    def rank_work(rank):
+        with buffer(rank, placement=ew.Placement((2, 0, 0, 2) * 4)) as buf:
+            for layout in (SLOTS, MAJOR, COMPACT):
+                check_rank(buf, layout, BF16())
+
+    ew.World(4, device="cuda").run(rank_work)
+
+
+def test_opaque_rows():
+    def rank_work(rank):
+        payload = torch.arange(10 * 48, dtype=torch.uint8, device="cuda").view(10, 48) + rank.rank
+        sf = torch.arange(10 * 3, dtype=torch.uint8, device="cuda").view(10, 3)
+        ids = torch.full((10, TOPK), -1, device="cuda")
+        ids[:, 0] = 8 * (1 - rank.rank)
+        with buffer(rank) as buf:
+            for layout in (COMPACT, SLOTS):
+                sent = buf.dispatch((payload, sf), ids, layout=layout)
+                x, factors = sent.x.view(-1, 48)[:10], sent.sf.view(-1, 3)[:10]
+                assert (x == payload - rank.rank + (1 - rank.rank)).all()
+                assert (factors == sf).all()
+                sent.handle.release()
+
+    ew.World(2, device="cuda").run(rank_work)
+
+
+def test_graph_with_changing_inputs():
+    def rank_work(rank):
+        with buffer(rank, max_in_flight=1) as buf:
+            x = torch.zeros(CAPACITY, HIDDEN, dtype=torch.bfloat16, device="cuda")
+            ids = torch.zeros(CAPACITY, TOPK, dtype=torch.int64, device="cuda")
+            weights = torch.zeros(CAPACITY, TOPK, device="cuda")
+
+            def step():
+                sent = buf.dispatch(x, ids, weights, layout=SLOTS, counts="device", zero_copy=True)
+                return buf.combine(2 * sent.x, sent.handle).x
+
+            step()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = step()
+            for number in range(20):
+                x.copy_(random_rows(number, CAPACITY, HIDDEN))
+                ids.copy_(with_holes(uniform_routing(number, CAPACITY, TOPK, EXPERTS), number))
+                weights.copy_(random_weights(number, CAPACITY, TOPK))
+                graph.replay()
+                routing = reference.route(
+                    [ids.cpu()], [weights.cpu()], placement=buf.settings.placement, layout=SLOTS, capacity=CAPACITY
+                )
+                rows = reference.dispatch([x.cpu()], routing)[0].x
+                assert_equal(out.cpu(), reference.combine([2 * rows], routing)[0].x)
+
+    ew.World(1, device="cuda").run(rank_work)
+
+
+def test_capture_before_the_first_call_is_refused():
+    def rank_work(rank):
+        with buffer(rank) as buf:
+            x = torch.zeros(4, HIDDEN, dtype=torch.bfloat16, device="cuda")
+            ids = torch.zeros(4, TOPK, dtype=torch.int64, device="cuda")
+            graph = torch.cuda.CUDAGraph()
+            with pytest.raises(ew.TransportUnavailable, match="outside of the capture"), torch.cuda.graph(graph):
+                buf.dispatch(x, ids, layout=SLOTS, counts="device")
+
+    ew.World(1, device="cuda").run(rank_work)
+
+
+def test_a_rank_that_never_comes_is_named():
+    def rank_work(rank):
+        buf = buffer(rank, timeout_s=0.5)
+        x = torch.zeros(4, HIDDEN, dtype=torch.bfloat16, device="cuda")
+        ids = torch.full((4, TOPK), -1, device="cuda")
+        ids[:, 0] = 15
+        for _ in range(2):
+            sent = buf.dispatch(x, ids, layout=COMPACT)
+            buf.combine(sent.x, sent.handle)
+        torch.cuda.synchronize()
+        rank.barrier()
+        if rank.rank == 1:
+            rank.barrier()
+            return
+        started = time.monotonic()
+        with pytest.raises(ew.PeerTimeout) as caught:
+            buf.dispatch(x, ids, layout=COMPACT)
+        assert caught.value.peers == (1,)
+        assert time.monotonic() - started < 10
+        with pytest.raises(ew.BufferClosed):
+            buf.dispatch(x, ids, layout=COMPACT)
+        rank.barrier()
+
+    ew.World(2, device="cuda").run(rank_work)
+
+
+def processes_work(group):
+    torch.cuda.set_device(0)
+    with buffer(group, timeout_s=60.0) as buf:
+        for layout in (COMPACT, MAJOR, SLOTS):
+            check_rank(buf, layout, FP8Block(), steps=1)
+
+
+def test_processes_share_a_gpu():
+    run_processes(2, processes_work)
+
+
+def test_what_is_not_offered_says_so():
+    def rank_work(rank):
+        for options in ({"on_timeout": "mask"}, {"debug_poison": True}, {"transport": "symm_mem"}):
+            with pytest.raises(ew.TransportUnavailable):
+                buffer(rank, **options)
+        with buffer(rank) as buf:
+            x = torch.zeros(4, HIDDEN, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+            ids = torch.zeros(4, TOPK, dtype=torch.int64, device="cuda")
+            with pytest.raises(ew.TransportUnavailable, match="gradients"):
+                buf.dispatch(x, ids)
+
+    ew.World(1, device="cuda").run(rank_work)
