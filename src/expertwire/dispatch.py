@@ -213,7 +213,7 @@ class Dispatcher:
         names = ("num_tokens_per_expert", "num_padded_tokens_per_expert", "num_tokens_per_rank")
         on_device = {name: torch.from_numpy(n.astype(np.int32)) for name, n in zip(names, counts, strict=True)}
         on_host = {
-            f"{name}_list": None if plan.arrangement.fixed_size else [int(i) for i in n]
+            f"{name}_list": None if plan.arrangement.fixed_size else n.tolist()
             for name, n in zip(names, counts, strict=True)
         }
         return {

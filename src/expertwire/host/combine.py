@@ -41,7 +41,7 @@ def send(
 
     `weights` [m, K] float32 travel back for every slot that this rank serves. With `keep_own` own rows are not copied.
     """
-    layout = runtime.layout
+    layout, described = runtime.layout, header.pack(epoch)
     parts = [(outgoing, 0, row.payload_bytes)]
     if sf is not None:
         parts.append((sf, row.sf, row.sf_bytes))
@@ -51,7 +51,7 @@ def send(
         weight_cells = np.where(arrivals.topk_idx >= 0, cells, 0)
 
     def put(peer: int, region: Region, count: int) -> Segments:
-        segments = [runtime.write_header(peer, layout.combine_header(region.bank, region.writer), epoch, header)]
+        segments = [runtime.write_header(peer, layout.combine_header(region.bank, region.writer), described)]
         mine = slice(int(arrivals.offsets[peer]), int(arrivals.offsets[peer + 1]))
         first, tokens = layout.combine_rows(region.bank), arrivals.tokens[mine]
         if count and not (keep_own and peer == runtime.rank):

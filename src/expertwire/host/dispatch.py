@@ -44,7 +44,8 @@ class Routing:
 
     @property
     def rows_per_peer(self) -> list[int]:
-        return [int(n) for n in np.diff(self.offsets)]
+        rows: list[int] = (self.offsets[1:] - self.offsets[:-1]).tolist()
+        return rows
 
 
 @dataclass(frozen=True)
@@ -95,17 +96,17 @@ def send(
     epoch: int,
     routing: Routing,
     rows: WireRows,
+    row: DispatchRow,
     header: Header,
     *,
     cached: bool,
     keep_own: bool,
 ) -> None:
     """Send half. With `cached` the receivers know the routing already; with `keep_own` own rows are not copied."""
-    row = DispatchRow(rows.payload_bytes, rows.sf_bytes, routing.slot_rank.shape[1])
-    layout, kernels = runtime.layout, runtime.kernels
+    layout, kernels, described = runtime.layout, runtime.kernels, header.pack(epoch)
 
     def put(peer: int, region: Region, count: int) -> Segments:
-        head = runtime.write_header(peer, layout.dispatch_header(region.bank, region.writer), epoch, header)
+        head = runtime.write_header(peer, layout.dispatch_header(region.bank, region.writer), described)
         if count == 0:
             return [head]
         tokens = routing.tokens[routing.offsets[peer] : routing.offsets[peer + 1]]
@@ -131,7 +132,7 @@ def refuse(runtime: HostRuntime, lane: Lane, epoch: int, reason: str) -> None:
     header_of = {"dispatch": runtime.layout.dispatch_header, "combine": runtime.layout.combine_header}[lane.name]
 
     def put(peer: int, region: Region, count: int) -> Segments:
-        return [runtime.write_header(peer, header_of(region.bank, region.writer), epoch, Header(reason))]
+        return [runtime.write_header(peer, header_of(region.bank, region.writer), Header(reason).pack(epoch))]
 
     counts = [REFUSED] * runtime.num_ranks
     runtime.run(f"{lane.name} send", protocol.send(lane, runtime.rank, epoch, counts), put)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -27,6 +28,8 @@ from expertwire.protocols.lane import Lane
 from expertwire.topology import Placement
 
 _POISON = 0xFF
+_dispatch_row = lru_cache(maxsize=64)(DispatchRow)
+_combine_row = lru_cache(maxsize=64)(CombineRow)
 
 
 @dataclass(frozen=True)
@@ -147,16 +150,18 @@ class HostEngine:
         return WireRows(payload.data_ptr(), payload.shape[1] * payload.element_size(), sf_at, sf_row, (payload, sf))
 
     def dispatch_row(self, payload_bytes: int, sf_bytes: int) -> DispatchRow:
-        return DispatchRow(payload_bytes, sf_bytes, self.num_topk)
+        return _dispatch_row(payload_bytes, sf_bytes, self.num_topk)
 
     def send_dispatch(
         self, epoch: int, routing: Routing, rows: WireRows, header: Header, *, cached: bool, keep_own: bool
     ) -> None:
-        dispatch.send(self.runtime, self.dispatch_lane, epoch, routing, rows, header, cached=cached, keep_own=keep_own)
-        stride = self.dispatch_row(rows.payload_bytes, rows.sf_bytes).stride
+        row = self.dispatch_row(rows.payload_bytes, rows.sf_bytes)
+        dispatch.send(
+            self.runtime, self.dispatch_lane, epoch, routing, rows, row, header, cached=cached, keep_own=keep_own
+        )
         for peer, count in enumerate(routing.rows_per_peer):
             self.rows_sent[peer] += count
-            self.bytes_sent[peer] += count * stride
+            self.bytes_sent[peer] += count * row.stride
 
     # -- receive dispatch ----------------------------------------------------------------------------------------
 
@@ -187,8 +192,8 @@ class HostEngine:
             settings,
             known.arrivals if known and not send_routing else None,
         )
-        for peer, count in enumerate(arrivals.rows_per_peer):
-            self.rows_received[peer] += int(count)
+        for peer, count in enumerate(arrivals.rows_per_peer.tolist()):
+            self.rows_received[peer] += count
         missing = records == 0
         payloads, sfs = records, records + row.sf
         sfs[missing] = 0
@@ -309,7 +314,7 @@ class HostEngine:
         return outgoing, keep
 
     def combine_row(self, wire: WireFormat) -> CombineRow:
-        return CombineRow(wire.payload_bytes(self.hidden), wire.sf_bytes(self.hidden))
+        return _combine_row(wire.payload_bytes(self.hidden), wire.sf_bytes(self.hidden))
 
     def _gather(self, addresses: Array) -> torch.Tensor:
         rows = self.pool.empty((len(addresses), self.hidden), torch.bfloat16)

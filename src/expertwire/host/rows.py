@@ -266,6 +266,28 @@ def _add_float32(total, row, weight, weighted):
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
+def _only_bf16(row, out):
+    """bfloat16(0 + row): the row itself, but for -0, which becomes +0, and NaN, which becomes 0x7fc0."""
+    for h in range(out.size):
+        bits = np.uint16(row[h])
+        magnitude = np.uint16(bits & np.uint16(0x7FFF))
+        kept = np.uint16(0x7FC0) if magnitude > np.uint16(0x7F80) else bits
+        out[h] = np.uint16(0) if magnitude == np.uint16(0) else kept
+
+
+@njit(nogil=True, cache=True)
+def _only_row(operands):
+    """The address of the only row, or 0 if there are none or several."""
+    only = np.int64(0)
+    for address in operands:
+        if address != 0:
+            if only != 0:
+                return np.int64(0)
+            only = address
+    return only
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
 def _round_bf16(total, out):
     """Round to nearest even; NaN becomes the quiet NaN 0x7fc0 as torch's cast does."""
     for h in range(out.size):
@@ -288,24 +310,29 @@ def reduce_rows(operands, is_float32, weights, weighted, biases, out, hidden, st
     total = np.empty(_BLOCK, np.float32)
     rounded = np.empty(_BLOCK, np.uint16)
     for i in range(out.size):
+        only = np.int64(0) if weighted or is_float32 or biases.shape[0] > 0 else _only_row(operands[i])
         for first in range(0, hidden, _BLOCK):
             width = min(_BLOCK, hidden - first)
-            total[:] = np.float32(0)
-            for b in range(biases.shape[0]):
-                _add_bf16(total, view(biases[b, i] + 2 * first, width, np.uint16))
-            for k in range(operands.shape[1]):
-                address = operands[i, k]
-                if address == 0:
-                    continue
-                if is_float32:
-                    _add_float32(total, view(address + 4 * first, width, np.float32), weights[i, k], weighted)
-                elif weighted:
-                    _add_weighted_bf16(total, view(address + 2 * first, width, np.uint16), weights[i, k])
-                else:
-                    _add_bf16(total, view(address + 2 * first, width, np.uint16))
+            part = rounded[:width]
+            if only != 0:
+                _only_bf16(view(only + 2 * first, width, np.uint16), part)
+            else:
+                total[:] = np.float32(0)
+                for b in range(biases.shape[0]):
+                    _add_bf16(total, view(biases[b, i] + 2 * first, width, np.uint16))
+                for k in range(operands.shape[1]):
+                    address = operands[i, k]
+                    if address == 0:
+                        continue
+                    if is_float32:
+                        _add_float32(total, view(address + 4 * first, width, np.float32), weights[i, k], weighted)
+                    elif weighted:
+                        _add_weighted_bf16(total, view(address + 2 * first, width, np.uint16), weights[i, k])
+                    else:
+                        _add_bf16(total, view(address + 2 * first, width, np.uint16))
+                _round_bf16(total, part)
             if stream:
-                _round_bf16(total, rounded)
                 stream_bytes(out[i] + 2 * first, rounded.ctypes.data, 2 * width)
             else:
-                _round_bf16(total, view(out[i] + 2 * first, width, np.uint16))
+                copy_bytes(out[i] + 2 * first, rounded.ctypes.data, 2 * width)
     store_fence()

@@ -53,6 +53,18 @@ class Header:
     text: str
     needs_grad: bool = False
 
+    def pack(self, epoch: int) -> Array:
+        """Its bytes in a window, uint8."""
+        text = self.text.encode()[: HEADER_BYTES - _HEADER_PREFIX.size]
+        return np.frombuffer(_HEADER_PREFIX.pack(epoch, len(text), self.needs_grad) + text, np.uint8)
+
+    @staticmethod
+    def unpack(raw: bytes) -> tuple[int, Header]:
+        """The epoch and header that lie in a window."""
+        epoch, length, needs_grad = _HEADER_PREFIX.unpack_from(raw)
+        text = raw[_HEADER_PREFIX.size : _HEADER_PREFIX.size + length].decode(errors="replace")
+        return epoch, Header(text, needs_grad)
+
 
 class Windows(Protocol):
     """What the engine needs of a transport."""
@@ -91,6 +103,7 @@ class HostRuntime:
         self.mask_peers = mask_peers
         self.debug_poison = debug_poison
         self.masked: set[int] = set()
+        self._places: dict[Word, int] = {}
         self.closed = False
         self.wait_s = np.zeros(self.num_ranks)
         self.base = [window.ctypes.data for window in transport.windows]
@@ -121,7 +134,10 @@ class HostRuntime:
     # -- words ---------------------------------------------------------------------------------------------------
 
     def _address(self, owner: int, word: Word) -> int:
-        return self.base[owner] + self.layout.word(word.purpose, word.writer, word.bank)
+        place = self._places.get(word)
+        if place is None:
+            place = self._places[word] = self.layout.word(word.purpose, word.writer, word.bank)
+        return self.base[owner] + place
 
     def publish(self, peer: int, word: Word, epoch: int, count: int = 0) -> None:
         """Set a word in the window of `peer` (release)."""
@@ -239,27 +255,33 @@ class HostRuntime:
 
     # -- headers -------------------------------------------------------------------------------------------------
 
-    def write_header(self, peer: int, offset: int, epoch: int, header: Header) -> tuple[Array, int]:
+    def write_header(self, peer: int, offset: int, packed: Array) -> tuple[Array, int]:
         """Describe a put in front of its rows: how the writer understood this call, or why it refused it. Returns the
         segment."""
-        text = header.text.encode()[: HEADER_BYTES - _HEADER_PREFIX.size]
-        raw = _HEADER_PREFIX.pack(epoch, len(text), header.needs_grad) + text
-        self.transport.windows[peer][offset : offset + len(raw)] = np.frombuffer(raw, np.uint8)
-        return np.array([offset]), len(raw)
-
-    def read_header(self, offset: int) -> tuple[int, Header]:
-        raw = self.own[offset : offset + HEADER_BYTES].tobytes()
-        epoch, length, needs_grad = _HEADER_PREFIX.unpack_from(raw)
-        text = raw[_HEADER_PREFIX.size : _HEADER_PREFIX.size + length].decode(errors="replace")
-        return epoch, Header(text, needs_grad)
+        self.transport.windows[peer][offset : offset + len(packed)] = packed
+        return np.array([offset]), len(packed)
 
     def check_headers(
         self, phase: str, epoch: int, counts: dict[int, int], offsets: Sequence[int], expected: str
     ) -> bool:
         """Raise if a peer refused this step, or called it with other settings. True if any rank needs gradients."""
+        alike = {flag: Header(expected, flag).pack(epoch).tobytes() for flag in (False, True)}
+        length = len(alike[False])
+        needs_grad = False
+        for peer in counts:
+            seen = self.own[offsets[peer] : offsets[peer] + length].tobytes()
+            if seen == alike[True]:
+                needs_grad = True
+            elif seen != alike[False]:
+                self._raise_for_headers(phase, epoch, counts, offsets, expected)
+        return needs_grad
+
+    def _raise_for_headers(
+        self, phase: str, epoch: int, counts: dict[int, int], offsets: Sequence[int], expected: str
+    ) -> None:
         headers = {}
         for peer in counts:
-            seen, headers[peer] = self.read_header(offsets[peer])
+            seen, headers[peer] = Header.unpack(self.own[offsets[peer] : offsets[peer] + HEADER_BYTES].tobytes())
             if seen != epoch:
                 there = f"of {phase} {seen}" if seen else "from before the first call"
                 raise TransportBroken(
@@ -281,7 +303,6 @@ class HostRuntime:
                     f"rank {self.rank}: ranks call {phase} differently: here ({expected}), "
                     f"on rank {peer} ({header.text}). All ranks must pass the same settings."
                 )
-        return any(header.needs_grad for header in headers.values())
 
     # -- debugging -----------------------------------------------------------------------------------------------
 

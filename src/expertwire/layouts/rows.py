@@ -10,6 +10,7 @@ line. `topk_idx` holds local expert ids of the receiving rank and -1 elsewhere.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from expertwire._math import ceil_div, round_up
 
@@ -32,7 +33,7 @@ def max_combine_bytes(hidden: int) -> int:
     return round_up(2 * hidden, ALIGN) + round_up(4 * ceil_div(hidden, 128), ALIGN)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DispatchRow:
     """Byte offsets inside a dispatch record.
 
@@ -44,32 +45,32 @@ class DispatchRow:
     sf_bytes: int
     num_topk: int
 
-    @property
+    @cached_property
     def data_bytes(self) -> int:
         return round_up(self.payload_bytes, ALIGN) + round_up(self.sf_bytes, ALIGN)
 
-    @property
+    @cached_property
     def sf(self) -> int:
         return round_up(self.payload_bytes, ALIGN)
 
-    @property
+    @cached_property
     def topk_idx(self) -> int:
         return self.data_bytes
 
-    @property
+    @cached_property
     def topk_weights(self) -> int:
         return self.topk_idx + round_up(4 * self.num_topk, ALIGN)
 
-    @property
+    @cached_property
     def token(self) -> int:
         return self.topk_weights + round_up(4 * self.num_topk, ALIGN)
 
-    @property
+    @cached_property
     def stride(self) -> int:
         return round_up(self.token + ALIGN, LINE_BYTES)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CombineRow:
     """Byte offsets inside a combine record.
 
@@ -80,14 +81,14 @@ class CombineRow:
     payload_bytes: int
     sf_bytes: int
 
-    @property
+    @cached_property
     def sf(self) -> int:
         return round_up(self.payload_bytes, ALIGN)
 
-    @property
+    @cached_property
     def weight(self) -> int:
         return self.sf + round_up(self.sf_bytes, ALIGN)
 
-    @property
+    @cached_property
     def stride(self) -> int:
         return round_up(self.weight + ALIGN, LINE_BYTES)
