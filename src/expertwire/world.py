@@ -117,7 +117,7 @@ def device_unavailable(device: str) -> str | None:
 
     import torch
 
-    if torch.device(device).type != "cuda":
+    if not isinstance(device, str) or device.partition(":")[0] != "cuda":
         return "devices are 'cpu' and 'cuda'"
     if not torch.cuda.is_available():
         return "torch sees no GPU"
