@@ -26,7 +26,22 @@ LAYERS = [
     [{"protocols"}, {"formats"}],
     [{"reference"}, {"host"}, {"kernels"}, {"transports"}],
     [{"engines"}],
-    [{"_check", "autograd", "buffer", "call", "combine", "device_calls", "dispatch", "event", "config", "handle", "steps", "world"}],
+    [
+        {
+            "_check",
+            "autograd",
+            "buffer",
+            "call",
+            "combine",
+            "config",
+            "device_calls",
+            "dispatch",
+            "event",
+            "handle",
+            "steps",
+            "world",
+        }
+    ],
     [{"testing"}],
     [{"cli"}],
 ]

@@ -104,9 +104,12 @@ def test_an_illegal_number_of_ranks(wrong):
         ew.World(wrong)
 
 
-def test_devices_that_are_not_offered():
-    with pytest.raises(ew.TransportUnavailable, match="device='tpu'"):
-        ew.World(1, device="tpu")
+@pytest.mark.parametrize("device", ["tpu", "meta", "xpu:0", "", None])
+def test_devices_that_are_not_offered(device):
+    with pytest.raises(
+        ew.TransportUnavailable, match=f"device={device!r} does not work here: devices are 'cpu' and 'cuda'"
+    ):
+        ew.World(1, device=device)
 
 
 def test_many_buffers_in_one_world():
