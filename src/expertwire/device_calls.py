@@ -33,6 +33,7 @@ class Arrived:
     num_rows: int
     exact: bool
     held_epoch: int | None  # of a zero-copy dispatch, whose bank is busy until the handle is finished
+    routing: dict[str, Callable[[], Any]]  # makes topk_idx, topk_weights and row_source
 
 
 class DeviceSteps:
@@ -85,7 +86,9 @@ class DeviceDispatcher:
             if cached:
                 check_handle(self._rank, self._owner, handle)
                 if topk_idx is not None or topk_weights is not None or zero_copy:
-                    raise InvalidArgument(f"rank {self._rank}: with handle, pass no topk_idx, topk_weights or zero_copy")
+                    raise InvalidArgument(
+                        f"rank {self._rank}: with handle, pass no topk_idx, topk_weights or zero_copy"
+                    )
                 if payload.shape[0] != handle.num_tokens:
                     raise InvalidArgument(
                         f"rank {self._rank}: x has {payload.shape[0]} tokens, its handle {handle.num_tokens}"
@@ -121,14 +124,15 @@ class DeviceDispatcher:
                 engine.await_rows(step, total=fused)
             num_rows, lists = self._counts(step, exact=exact)
             fields = self._views(step, places, num_rows, dtypes, wire, owned=not zero_copy)
+            routing = handle._arrived.routing if cached else self._routing(step, places, num_rows, owned=not zero_copy)
             if zero_copy:
                 handle._on_finish = lambda: self._finish(epoch, bank)
             else:
                 self._runtime.launch("give_back", lambda: engine.give_back(bank))
                 self._steps.dispatches.end(epoch)
             if not cached:
-                handle._arrived = Arrived(step, num_rows, exact, epoch if zero_copy else None)
-            return fields | lists
+                handle._arrived = Arrived(step, num_rows, exact, epoch if zero_copy else None, routing)
+            return fields | lists | {"_lazy": routing}
 
         return record(Dispatched, complete, defer_receive, handle=handle)
 
@@ -150,9 +154,13 @@ class DeviceDispatcher:
             if wire is not None or len(x) != 2:
                 raise InvalidArgument(f"rank {rank}: rows given as (payload, sf) are a pair and travel with wire=None")
             payload = _check.tensor(rank, "x[0]", x[0], None, (None, None), "[num_tokens, width]", settings.device)
-            sf = _check.tensor(rank, "x[1]", x[1], None, (payload.shape[0], None), "[num_tokens, scales]", settings.device)
+            sf = _check.tensor(
+                rank, "x[1]", x[1], None, (payload.shape[0], None), "[num_tokens, scales]", settings.device
+            )
             rows = Rows.opaque(payload.shape[1] * payload.element_size(), sf.shape[1] * sf.element_size())
-            _check.row_fits(rank, rows.payload_bytes + rows.sf_bytes, rows.payload_bytes, rows.sf_bytes, settings.hidden)
+            _check.row_fits(
+                rank, rows.payload_bytes + rows.sf_bytes, rows.payload_bytes, rows.sf_bytes, settings.hidden
+            )
             units = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
             found = payload.view(torch.uint8).view(units[rows.unit_bytes])
             factors = sf.view(torch.uint8).view(units[rows.sf_unit_bytes])
@@ -179,7 +187,9 @@ class DeviceDispatcher:
         if topk_weights is not None:
             _check.tensor(rank, "topk_weights", topk_weights, (torch.float32,), dims, meaning, settings.device)
             if topk_weights.requires_grad and torch.is_grad_enabled():
-                raise TransportUnavailable(f"rank {rank}: gradients are not offered on a device yet; detach topk_weights")
+                raise TransportUnavailable(
+                    f"rank {rank}: gradients are not offered on a device yet; detach topk_weights"
+                )
         if self._validate and exact and num_tokens:  # only where the call waits for the device anyway
             low, high = (int(end) for end in torch.aminmax(topk_idx))
             if low < -1 or high >= settings.num_experts:
@@ -218,7 +228,7 @@ class DeviceDispatcher:
         self, step: Step, places: Places, num_rows: int, dtypes: tuple[torch.dtype, torch.dtype | None],
         wire: WireFormat | None, *, owned: bool,
     ) -> dict[str, Any]:  # fmt: skip
-        payload, sf, meta = places.payload(step.bank)[:num_rows], places.sf(step.bank), places.meta(step.bank)[:num_rows]
+        payload, sf = places.payload(step.bank)[:num_rows], places.sf(step.bank)
         sf = None if sf is None else sf[:num_rows]
         if owned:
             payload, sf = self._copy(step, payload), None if sf is None else self._copy(step, sf)
@@ -232,53 +242,59 @@ class DeviceDispatcher:
             factors = None if factors is None else factors.view(*groups, factors.shape[1])
         if factors is not None and isinstance(wire, FP8Block) and wire.sf_layout == "column":
             factors = column_major(factors)
-        lazy = self._routing_fields(step, meta)
-        fields: dict[str, Any] = {"x": x, "sf": factors}
-        if owned:  # the window may be overwritten soon
-            return fields | {name: make() for name, make in lazy.items()}
-        return fields | {"_lazy": lazy}
+        return {"x": x, "sf": factors}
 
     def _copy(self, step: Step, source: torch.Tensor) -> torch.Tensor:
         """The rows in use, in memory of the caller's."""
         out = torch.empty_like(source)
         compact = step.layout is Layout.COMPACT
-        counts, offsets = (step.num_rows, self._state.slot_offsets[:1]) if compact else (step.expert_counts, step.offsets)
+        counts, offsets = (
+            (step.num_rows, self._state.slot_offsets[:1]) if compact else (step.expert_counts, step.offsets)
+        )
         room = self._engine.num_ranks * self._engine.capacity
 
         def copy() -> None:
             self._engine.copy_rows(source, out, counts, offsets, room)
 
-        if source.numel():
-            self._runtime.launch(("copy", step.layout, source.shape[1]), copy)
+        self._runtime.launch(("copy", step.layout, source.shape[1]), copy)
         return out
 
-    def _routing_fields(self, step: Step, meta: torch.Tensor) -> dict[str, Callable[[], Any]]:
-        """topk_idx, topk_weights and row_source, made from the routing that came with the rows."""
-        num_topk = self._settings.num_topk
-        row = torch.arange(meta.shape[0], device=meta.device)
+    def _routing(self, step: Step, places: Places, num_rows: int, *, owned: bool) -> dict[str, Callable[[], Any]]:
+        """What makes topk_idx, topk_weights and row_source when they are asked for, from what came with the rows.
+
+        Of a zero-copy dispatch they are gone with the rows; otherwise they are made now, or could be.
+        """
+        meta = places.meta(step.bank)[:num_rows]
+        if owned:
+            meta = meta.clone()
+        fields: dict[str, Callable[[], Any]] = dict.fromkeys(("topk_idx", "topk_weights", "row_source"), lambda: None)
         if step.layout is Layout.COMPACT:
-            used = (row < step.num_rows)[:, None]
+            fields["topk_idx"] = lambda: self._compact_ids(step, meta)
+            if step.topk_weights is not None:
+                fields["topk_weights"] = lambda: self._compact_weights(step, meta)
+        else:
+            fields["row_source"] = lambda: self._row_source(step, meta)
+        return fields
 
-            def topk_idx() -> torch.Tensor:
-                return torch.where(used, meta[:, 1 : 1 + num_topk], -1)
+    def _compact_ids(self, step: Step, meta: torch.Tensor) -> torch.Tensor:
+        used = torch.arange(meta.shape[0], device=meta.device) < step.num_rows
+        return torch.where(used[:, None], meta[:, 1 : 1 + self._settings.num_topk], -1)
 
-            def topk_weights() -> torch.Tensor | None:
-                if step.topk_weights is None:
-                    return None
-                return torch.where(used, meta[:, 1 + num_topk :].view(torch.float32), 0.0)
+    def _compact_weights(self, step: Step, meta: torch.Tensor) -> torch.Tensor:
+        used = torch.arange(meta.shape[0], device=meta.device) < step.num_rows
+        return torch.where(used[:, None], meta[:, 1 + self._settings.num_topk :].view(torch.float32), 0.0)
 
-            return {"topk_idx": topk_idx, "topk_weights": topk_weights, "row_source": lambda: None}
-
-        def row_source() -> torch.Tensor:
-            group = torch.searchsorted(step.offsets, row, right=True, out_int32=True) - 1
-            known = group.clamp(max=max(step.expert_counts.numel() - 1, 0))
-            inside = row - step.offsets[known] < step.expert_counts[known] if meta.shape[0] else row < 0
-            found = torch.where((inside & (group == known))[:, None], meta, -1)
-            if step.layout is not Layout.EXPERT_SLOTS:
-                return found
-            return found.view(self._state.num_local_experts, self._engine.num_ranks * self._engine.capacity, 3)
-
-        return {"topk_idx": lambda: None, "topk_weights": lambda: None, "row_source": row_source}
+    def _row_source(self, step: Step, meta: torch.Tensor) -> torch.Tensor:
+        row, num_groups = torch.arange(meta.shape[0], device=meta.device), step.expert_counts.numel()
+        found = meta
+        if meta.shape[0]:
+            group = torch.searchsorted(step.offsets, row, right=True) - 1
+            known = group.clamp(max=num_groups - 1)
+            used = (group == known) & (row - step.offsets[known] < step.expert_counts[known])
+            found = torch.where(used[:, None], meta, -1)
+        if step.layout is Layout.EXPERT_SLOTS:
+            return found.view(num_groups, self._engine.num_ranks * self._engine.capacity, 3)
+        return found
 
 
 class DeviceCombiner:
@@ -361,7 +377,9 @@ class DeviceCombiner:
 
     def _stage(self, y: torch.Tensor, staged: torch.Tensor, step: Step) -> None:
         compact = step.layout is Layout.COMPACT
-        counts, offsets = (step.num_rows, self._state.slot_offsets[:1]) if compact else (step.expert_counts, step.offsets)
+        counts, offsets = (
+            (step.num_rows, self._state.slot_offsets[:1]) if compact else (step.expert_counts, step.offsets)
+        )
         source = y.view(-1, self._settings.hidden).view(torch.uint8)
         if source.shape[0]:
             room = self._engine.num_ranks * self._engine.capacity
@@ -375,7 +393,9 @@ class DeviceCombiner:
         if reduce == "rank" and handle.layout is not Layout.COMPACT:
             raise TransportUnavailable(f"rank {rank}: reduce='rank' is not offered on a device yet; use reduce='token'")
         if not isinstance(_check.combine_wire(rank, wire, settings.hidden), BF16):
-            raise TransportUnavailable(f"rank {rank}: on a device combine reads rows where they are, as bfloat16: wire=None")
+            raise TransportUnavailable(
+                f"rank {rank}: on a device combine reads rows where they are, as bfloat16: wire=None"
+            )
         if topk_weights is not None:
             raise TransportUnavailable(f"rank {rank}: combine(topk_weights=...) is not offered on a device yet")
         dims = self._dims(handle)
@@ -396,13 +416,17 @@ class DeviceCombiner:
 def check_handle(rank: int, owner: object, handle: Any) -> None:
     """As `call.Context.check_handle`."""
     if not isinstance(handle, Handle):
-        raise HandleError(f"rank {rank}: handle must be the `handle` of an earlier dispatch, got {type(handle).__name__}")
+        raise HandleError(
+            f"rank {rank}: handle must be the `handle` of an earlier dispatch, got {type(handle).__name__}"
+        )
     if handle._owner is not owner:
         raise HandleError(f"rank {rank}: {handle} belongs to another buffer")
     if handle._arrived is None:
         raise HandleError(f"rank {rank}: the dispatch of {handle} has not received yet: call its hook() first")
     if handle._busy:
-        raise HandleError(f"rank {rank}: {handle} is in use by a combine that has not received yet: call its hook() first")
+        raise HandleError(
+            f"rank {rank}: {handle} is in use by a combine that has not received yet: call its hook() first"
+        )
 
 
 def _kinds(step: Step) -> tuple[object, ...]:

@@ -55,7 +55,9 @@ def device_transport_name(requested: str, group: Bootstrap) -> str:
         raise InvalidArgument(f"on a GPU, transport must be 'auto' or one of {names}, got {requested!r}")
     if requested not in ("auto", fitting):
         have = "threads of one ew.World" if isinstance(group, Rank) else "processes"
-        raise TransportUnavailable(f"transport={requested!r} does not fit this group, whose ranks are {have}; use 'auto'")
+        raise TransportUnavailable(
+            f"transport={requested!r} does not fit this group, whose ranks are {have}; use 'auto'"
+        )
     return fitting
 
 

@@ -89,7 +89,7 @@ class Dispatched:
     missing_ranks: tuple[int, ...] = ()
 
     def __getattr__(self, name: str) -> Any:
-        make = self.__dict__.get("_lazy", {}).get(name)  # fields of zero-copy records on a device
+        make = self.__dict__.get("_lazy", {}).get(name)  # on a device, made when asked for
         if make is None:
             raise _not_yet(self, name)
         self.__dict__[name] = make()

@@ -14,7 +14,14 @@ import torch
 from expertwire import reference
 from expertwire.formats import BF16, FP8Block
 from expertwire.layouts.receive import Layout
-from expertwire.testing import first_mismatch, random_rows, random_weights, repeated_routing, uniform_routing, with_holes
+from expertwire.testing import (
+    first_mismatch,
+    random_rows,
+    random_weights,
+    repeated_routing,
+    uniform_routing,
+    with_holes,
+)
 from expertwire.topology import Placement
 
 
@@ -117,7 +124,13 @@ def run(group, case):
     rank, wire = memory.rank, WIRES[case.wire]
     placement = Placement.contiguous(case.num_experts, case.num_ranks)
     engine = DeviceEngine(
-        memory, placement, capacity=case.capacity, hidden=case.hidden, num_topk=case.num_topk, num_banks=2, num_sms=3,
+        memory,
+        placement,
+        capacity=case.capacity,
+        hidden=case.hidden,
+        num_topk=case.num_topk,
+        num_banks=2,
+        num_sms=3,
         spin_limit=1 << 16,
     )
     places = engine.state.places(case.layout, Rows.of_wire(wire, case.hidden), case.alignment)
@@ -132,7 +145,12 @@ def run(group, case):
     for number in range(1, case.steps + 1):
         xs, ids, weights = data(case, number)
         routing = reference.route(
-            ids, weights, placement=placement, layout=case.layout, expert_alignment=case.alignment, capacity=case.capacity
+            ids,
+            weights,
+            placement=placement,
+            layout=case.layout,
+            expert_alignment=case.alignment,
+            capacity=case.capacity,
         )
         want = reference.dispatch(xs, routing, wire)
         mine, bank = want[rank], number % 2

@@ -42,7 +42,9 @@ def buffer(rank, **options):
     return ew.Buffer(rank, num_experts=EXPERTS, hidden=HIDDEN, num_topk=TOPK, device="cuda", **options)
 
 
-def check_rank(buf, layout, wire, *, counts="host", zero_copy=False, deferred=False, alignment=1, steps=3, repeats=False):
+def check_rank(
+    buf, layout, wire, *, counts="host", zero_copy=False, deferred=False, alignment=1, steps=3, repeats=False
+):
     """A few steps of one rank, each with a combine and a cached dispatch."""
     num_ranks, rank, placement = buf.num_ranks, buf.rank, buf.settings.placement
     for step in range(steps):

@@ -28,7 +28,11 @@ from expertwire.kernels.state import DeviceMemory, DeviceState, Places, Rows, St
 from expertwire.layouts.receive import Layout
 from expertwire.topology import Placement
 
-LAYOUTS = {Layout.COMPACT: COMPACT.value, Layout.EXPERT_MAJOR: EXPERT_MAJOR.value, Layout.EXPERT_SLOTS: EXPERT_SLOTS.value}
+LAYOUTS = {
+    Layout.COMPACT: COMPACT.value,
+    Layout.EXPERT_MAJOR: EXPERT_MAJOR.value,
+    Layout.EXPERT_SLOTS: EXPERT_SLOTS.value,
+}
 FUSED_COMPARISONS = 1 << 16  # TOKENS * SLOTS * SLOTS that one block of `dispatch_slots` may make
 
 
@@ -129,7 +133,7 @@ class DeviceEngine:
             self.rank, num_tokens, num_blocks, self.num_ranks * self.capacity, step.alignment, self.spin_limit,
             R=self.num_ranks, RANKS=self._ranks, E=self.num_experts, EXPERTS=experts,
             EXPERT_BINS=pow2(self.num_experts + 1), RANK_BINS=pow2(self.num_ranks + 1), K=self.num_topk, SLOTS=slots,
-            TOKENS=tokens, BLOCKS=blocks, COLUMNS=min(pow2(width), max(16, 32768 // blocks)), LAYOUT=layout, num_warps=16,
+            TOKENS=tokens, BLOCKS=blocks, COLUMNS=min(pow2(width), max(16, 16384 // blocks)), LAYOUT=layout, num_warps=16,
         )  # fmt: skip
         bases, payload_bytes, meta = places.bases[step.bank], places.rows.payload_bytes, places.region.meta
         addresses = self._addresses(step)
@@ -181,8 +185,9 @@ class DeviceEngine:
         tile = lines * rows.block * rows.unit_bytes
         many = rows_per_block or max(1, min(4, (1 << 16) // tile, pow2(ceil_div(num_tokens, self.num_sms))))
         if not self.strict_sms and rows_per_block is None:
-            many = min(many, 2 if rows.fp8 else 4)
-        grid = min(max(1, ceil_div(num_tokens, many)), self.num_sms)
+            many = min(many, 2)
+        most = 32 if self.strict_sms and rows.fp8 else 16
+        grid = min(max(1, ceil_div(num_tokens, many)), self.num_sms * (1 if self.strict_sms else 4))
         self._launch(
             dispatch_send, grid,
             x, sf, addresses, step.sends_to, places.bases[step.bank], bank.words, bank.epochs, bank.tickets,
@@ -190,7 +195,7 @@ class DeviceEngine:
             R=self.num_ranks, RANKS=self._ranks, SENDS=step.sends_to.shape[1], ROWS=many, LINES=lines, BLOCK=rows.block,
             width=rows.width, unit_bytes=rows.unit_bytes, sf_units=rows.sf_units, SF_UNITS=pow2(rows.sf_units),
             sf_unit_bytes=rows.sf_unit_bytes, FP8=rows.fp8, UE8M0=rows.ue8m0, RECEIVE=receive,
-            num_warps=warps or max(4, min(16, many * tile // 2048)),
+            num_warps=warps or max(4, min(most, many * tile // 2048)),
         )  # fmt: skip
 
     def await_rows(self, step: Step, *, total: bool) -> None:
@@ -250,8 +255,8 @@ class DeviceEngine:
         if columns is None and self.strict_sms and num_tokens >= 4 * self.num_sms:
             columns, rows_per_block, warps = whole, max(1, min(4, 32768 // whole)), 32
         if columns is None:
-            columns = min(whole, 1024 if num_tokens <= 512 else 2048)
-            warps = max(1, columns // (256 if num_tokens * ceil_div(self.hidden, columns) <= 1024 else 512))
+            columns = min(whole, 1024 if num_tokens <= 512 else 16384)
+            warps = max(1, min(16, columns // (256 if num_tokens * ceil_div(self.hidden, columns) <= 1024 else 512)))
         many = rows_per_block or 1
         parts = ceil_div(self.hidden, columns)
         warps = warps or max(1, min(32, many * columns // 512))

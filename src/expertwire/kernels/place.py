@@ -111,7 +111,9 @@ def place_ranks(
     written = sends[:, :, None] & (slot < K)[None, None, :]
     tl.store(fields, tl.where(here, (at_home & HOME_LOCAL)[:, None, :], -1), mask=written)
     tl.store(
-        (fields + K).to(tl.pointer_type(tl.float32), bitcast=True), tl.where(here, weights[:, None, :], 0.0), mask=written
+        (fields + K).to(tl.pointer_type(tl.float32), bitcast=True),
+        tl.where(here, weights[:, None, :], 0.0),
+        mask=written,
     )
 
 

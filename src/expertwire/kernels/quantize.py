@@ -54,7 +54,9 @@ def load_blocks(row, first, hidden: tl.constexpr, LINES: tl.constexpr, BLOCK: tl
 
 
 @triton.jit
-def store_scales(sf, first, scales, hidden: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr, UE8M0: tl.constexpr):
+def store_scales(
+    sf, first, scales, hidden: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr, UE8M0: tl.constexpr
+):
     """Scale factors of blocks `first`... of one row, at address `sf`; bytes behind the last block become zero."""
     num_blocks: tl.constexpr = (hidden + BLOCK - 1) // BLOCK
     line = first + tl.arange(0, LINES)
@@ -68,7 +70,15 @@ def store_scales(sf, first, scales, hidden: tl.constexpr, LINES: tl.constexpr, B
 
 @triton.jit(do_not_specialize=["num_rows"])
 def encode_rows(
-    x, payload, sf, num_rows, sf_bytes, hidden: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr, UE8M0: tl.constexpr
+    x,
+    payload,
+    sf,
+    num_rows,
+    sf_bytes,
+    hidden: tl.constexpr,
+    LINES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    UE8M0: tl.constexpr,
 ):
     """x [num_rows, hidden] bfloat16 -> payload [num_rows, hidden] e4m3, sf [num_rows, sf_bytes / 4].
 

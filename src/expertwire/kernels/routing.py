@@ -61,7 +61,9 @@ def signal(word_bases, purpose: tl.constexpr, epoch, counts, rank, R: tl.constex
 
 
 @triton.jit
-def await_peers(word_bases, purpose: tl.constexpr, epoch, rank, status, spin_limit, R: tl.constexpr, RANKS: tl.constexpr):
+def await_peers(
+    word_bases, purpose: tl.constexpr, epoch, rank, status, spin_limit, R: tl.constexpr, RANKS: tl.constexpr
+):
     """Wait until every peer has signalled `purpose` for `epoch`; returns the words [RANKS]."""
     pointers, peers, mask = words_from(word_bases, purpose, rank, R, RANKS)
     return wait(pointers, mask, epoch, purpose + 1, status, peers, spin_limit)
