@@ -133,7 +133,9 @@ class Buffer:
         self._engine = host_engine(
             ranks,
             self.settings.transport,
-            WindowLayout(ranks.num_ranks, num_max_tokens_per_rank, hidden, num_topk, max_in_flight),
+            WindowLayout(
+                ranks.num_ranks, num_max_tokens_per_rank, hidden, num_topk, max_in_flight, on_timeout == "mask"
+            ),
             self.settings.placement,
             engine=engine,
             timeout_s=timeout_s,
@@ -271,16 +273,26 @@ class Buffer:
 
     @staticmethod
     def size_hint(
-        *, num_ranks: int, hidden: int, num_topk: int, num_max_tokens_per_rank: int, max_in_flight: int = 2
+        *,
+        num_ranks: int,
+        hidden: int,
+        num_topk: int,
+        num_max_tokens_per_rank: int,
+        max_in_flight: int = 2,
+        on_timeout: Literal["raise", "mask"] = "raise",
     ) -> int:
-        """Bytes of one rank's window, exactly. Pure: needs no group and no device.
+        """Bytes of one rank's window on the CPU transports, exactly. Pure: needs no group and no device.
+
+        Pages of a window that no batch reaches take no memory. "mask" needs more room, since each writer gets its own
+        combine records.
 
         >>> Buffer.size_hint(num_ranks=8, hidden=7168, num_topk=8, num_max_tokens_per_rank=128)
         59523264
         """
         _check.integer("num_ranks", num_ranks, 1, 1 << 20)
         _check.shape(1, hidden, num_topk, num_max_tokens_per_rank, max_in_flight)
-        return WindowLayout(num_ranks, num_max_tokens_per_rank, hidden, num_topk, max_in_flight).total_bytes
+        apart = on_timeout == "mask"
+        return WindowLayout(num_ranks, num_max_tokens_per_rank, hidden, num_topk, max_in_flight, apart).total_bytes
 
     def _raise_if_unusable(self) -> None:
         if self._closed:

@@ -88,8 +88,9 @@ def test_routing(both, seed):
 
     slot_rank, slot_local, is_last, offsets, tokens, _ = routed[1][1]
     heard = rng.random(num_ranks) < 0.8
+    firsts = rng.integers(1, 1 << 20, num_ranks)
     for per_token in (False, True):
-        same(*[engine.expected_rows(slot_rank, is_last, per_token, heard, 4096, 24) for engine in both])
+        same(*[engine.expected_rows(slot_rank, is_last, per_token, heard, firsts, 24) for engine in both])
     places = (8, 8 + 4 * num_topk, 8 + 8 * num_topk)
     stride = places[2] + 20
     for rank in range(num_ranks):

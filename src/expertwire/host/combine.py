@@ -53,7 +53,7 @@ def send(
     def put(peer: int, region: Region, count: int) -> Segments:
         segments = [runtime.write_header(peer, layout.combine_header(region.bank, region.writer), described)]
         mine = slice(int(arrivals.offsets[peer]), int(arrivals.offsets[peer + 1]))
-        first, tokens = layout.combine_rows(region.bank), arrivals.tokens[mine]
+        first, tokens = layout.combine_rows(region.bank, region.writer), arrivals.tokens[mine]
         if count and not (keep_own and peer == runtime.rank):
             for table, at, num_bytes in parts:
                 segments += runtime.scatter(peer, table[mine], tokens, first + at, row.stride, num_bytes, count)
@@ -62,6 +62,12 @@ def send(
         return segments
 
     runtime.run("combine send", protocol.send(lane, runtime.rank, epoch, counts), put)
+
+
+def records_of(runtime: HostRuntime, bank: int) -> Array:
+    """[R] int64: where in the own window the records of each writer begin."""
+    base = runtime.base[runtime.rank]
+    return np.array([base + runtime.layout.combine_rows(bank, writer) for writer in range(runtime.num_ranks)])
 
 
 def receive(
@@ -77,7 +83,7 @@ def receive(
     heard = np.array([peer in counts for peer in range(runtime.num_ranks)])
     if rows == "none":
         return np.zeros(routing.slot_rank.shape, np.int64), heard, 0, needs_grad
-    records = runtime.base[runtime.rank] + layout.combine_rows(bank)
+    records = records_of(runtime, bank)
     table, expected, missing = runtime.kernels.expected_rows(
         routing.slot_rank, routing.is_last, rows == "token", heard, records, row.stride
     )

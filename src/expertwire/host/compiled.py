@@ -74,7 +74,7 @@ def warm_up() -> None:
         place_rows(rows, index, at, 8, False)
         scatter_rows(index, tokens, at, 64, 8, False)
         outgoing_rows(index, at, 8, offsets)
-        expected_rows(ids, flags, True, np.zeros(1, np.bool_), at, 64)
+        expected_rows(ids, flags, True, np.zeros(1, np.bool_), offsets, 64)
         write_routing(at, 64, 0, 16, 32, tokens, 0, ids, ids, weights)
         read_routing(at, 64, 0, 16, 32, ids, weights, tokens)
         count_experts(ids, 1)

@@ -412,7 +412,7 @@ class HostEngine:
         present = (routing.slot_rank >= 0) & heard[routing.slot_rank]
         weights = torch.zeros(routing.slot_rank.shape, dtype=torch.float32)
         cells = np.arange(present.size).reshape(present.shape)[present]
-        first = self.runtime.base[self.rank] + self.runtime.layout.combine_rows(bank) + row.weight
+        first = combine.records_of(self.runtime, bank)[routing.slot_rank[present]] + row.weight
         self.runtime.move(first + row.stride * cells, weights.data_ptr() + 4 * cells, 4)
         return weights
 

@@ -164,13 +164,13 @@ def outgoing_rows(rows: Array, y: int, num_bytes: int, offsets: Array) -> tuple[
 
 
 def expected_rows(
-    slot_rank: Array, is_last: Array, per_token: bool, heard: Array, records: int, stride: int
+    slot_rank: Array, is_last: Array, per_token: bool, heard: Array, records: Array, stride: int
 ) -> tuple[Array, Array, int]:
     expected = (slot_rank >= 0) & (is_last | per_token)
     present = expected & heard[slot_rank]
     cells = np.arange(slot_rank.size).reshape(slot_rank.shape)
     counts = np.bincount(slot_rank[present], minlength=heard.size)
-    return np.where(present, records + stride * cells, 0), counts, int(expected.sum() - present.sum())
+    return np.where(present, records[slot_rank] + stride * cells, 0), counts, int(expected.sum() - present.sum())
 
 
 def write_routing(

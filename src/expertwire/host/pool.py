@@ -12,6 +12,7 @@ import mmap
 import threading
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 
 import numpy as np
@@ -47,7 +48,8 @@ class Pool:
             fitting = [b for b in self._idle if num_bytes <= len(b) <= 2 * num_bytes + _PAGE_BYTES]
             if fitting:
                 block = min(fitting, key=len)
-                self._idle.remove(block)
+                with suppress(ValueError):  # memory freed meanwhile may have pushed it out: then it is ours alone
+                    self._idle.remove(block)
                 return block
         block = mmap.mmap(-1, round_up(num_bytes, _PAGE_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         block.madvise(mmap.MADV_HUGEPAGE)

@@ -170,7 +170,8 @@ def expected_rows(slot_rank, is_last, per_token, heard, records, stride):
     """Where the rows that combine brings lie, how many each rank brings, and how many never come.
 
     slot_rank [T, K] int32, is_last [T, K]; a row per slot if `per_token`, else one per (token, rank), at its last slot.
-    heard [R] bool: ranks that are not masked. -> table [T, K] int64 addresses (0 = no row), counts [R], missing.
+    heard [R] bool: ranks that are not masked; records [R] int64: where each rank's records begin, `stride` apart.
+    -> table [T, K] int64 addresses (0 = no row), counts [R], missing.
     """
     num_topk = slot_rank.shape[1]
     table = np.zeros(slot_rank.shape, np.int64)
@@ -182,7 +183,7 @@ def expected_rows(slot_rank, is_last, per_token, heard, records, stride):
             if rank < 0 or not (per_token or is_last[t, k]):
                 continue
             if heard[rank]:
-                table[t, k] = records + (t * num_topk + k) * stride
+                table[t, k] = records[rank] + (t * num_topk + k) * stride
                 counts[rank] += 1
             else:
                 missing += 1

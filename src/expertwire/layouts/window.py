@@ -2,7 +2,8 @@
 
     words      [bank][purpose][writer]        8-byte signal words, one cache line each
     dispatch   [bank][writer]                 header, then `capacity` dispatch records
-    combine    [bank]                         one header per writer, then [capacity][num_topk] combine records
+    combine    [bank]                         one header per writer, then [capacity][num_topk] combine records, shared
+                                              by all writers, or, with `writers_apart`, [writer][capacity][num_topk]
 
 Regions are separated by guards that nobody writes. All addresses depend on what was fixed at creation, never on a call:
 a call with shorter rows packs them more densely inside the region, but no region moves.
@@ -32,13 +33,18 @@ PURPOSES = (
 
 @dataclass(frozen=True)
 class WindowLayout:
-    """`capacity` is num_max_tokens_per_rank, `num_banks` is max_in_flight."""
+    """`capacity` is num_max_tokens_per_rank, `num_banks` is max_in_flight.
+
+    `writers_apart` gives every writer combine records of its own: where a peer may be masked and go on without it, that
+    peer may wake up in the middle of a write, and nothing but its own records must be hit.
+    """
 
     num_ranks: int
     capacity: int
     hidden: int
     num_topk: int
     num_banks: int
+    writers_apart: bool = False
 
     @cached_property
     def dispatch_region_bytes(self) -> int:
@@ -47,9 +53,13 @@ class WindowLayout:
         return round_up(HEADER_BYTES + self.capacity * record, LINE_BYTES)
 
     @cached_property
+    def _combine_records_bytes(self) -> int:
+        return self.capacity * self.num_topk * CombineRow(max_combine_bytes(self.hidden), 0).stride
+
+    @cached_property
     def combine_bank_bytes(self) -> int:
-        record = CombineRow(max_combine_bytes(self.hidden), 0).stride
-        return round_up(self.num_ranks * HEADER_BYTES + self.capacity * self.num_topk * record, LINE_BYTES)
+        copies = self.num_ranks if self.writers_apart else 1
+        return round_up(self.num_ranks * HEADER_BYTES + copies * self._combine_records_bytes, LINE_BYTES)
 
     @cached_property
     def words_bytes(self) -> int:
@@ -85,9 +95,10 @@ class WindowLayout:
         assert 0 <= writer < self.num_ranks
         return self._combine + bank * (self.combine_bank_bytes + GUARD_BYTES) + writer * HEADER_BYTES
 
-    def combine_rows(self, bank: int) -> int:
+    def combine_rows(self, bank: int, writer: int) -> int:
         """Byte offset of record (token 0, slot 0); record (t, k) is `(t * num_topk + k) * stride` further."""
-        return self.combine_header(bank, 0) + self.num_ranks * HEADER_BYTES
+        copy = writer if self.writers_apart else 0
+        return self.combine_header(bank, self.num_ranks - 1) + HEADER_BYTES + copy * self._combine_records_bytes
 
     @cached_property
     def total_bytes(self) -> int:
