@@ -1,11 +1,13 @@
 """The kernels on a GPU: are they right, and how long do they take?
 
-    python benchmarks/gpu.py check decode virtual prefill --out results.json
+    python benchmarks/gpu.py check decode virtual prefill host soak --out results.json
 
-check     bit for bit against the oracle, virtual ranks 1, 2, 4, 8; a rank that never comes; a soak of integer payloads
-decode    one rank, few tokens, EXPERT_SLOTS: kernel times from the profiler (median of 30)
+check     bit for bit against the oracle, virtual ranks 1, 2, 4, 8
+decode    one rank, few tokens, EXPERT_SLOTS: kernel times from the profiler (median of 30), and plain torch
 virtual   2, 4, 8 ranks that share the card, one graph: time of a replay
 prefill   4096 tokens: COMPACT with 24 SMs per rank, EXPERT_MAJOR on the whole card; copies of the same bytes
+host      eager calls of `Buffer` against a graph of them: host and device time of a call
+soak      many round trips of integer payloads, every sum compared, eager and in a graph
 """
 
 from __future__ import annotations
@@ -23,10 +25,12 @@ import torch
 import triton
 from gpu_ranks import WIRES, Layout, Ranks, Shape
 
+import expertwire as ew
 from expertwire import reference
 from expertwire.formats import FP8Block
-from expertwire.testing import first_mismatch
+from expertwire.testing import first_mismatch, payload, random_rows, random_weights, round_robin, uniform_routing
 
+SLOTS, MAJOR, COMPACT = Layout.EXPERT_SLOTS, Layout.EXPERT_MAJOR, Layout.COMPACT
 RESULTS: list[dict] = []
 
 
@@ -51,11 +55,15 @@ def kernel_times(fn, repeats=30, warmups=5):
     for event in profile.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
             found.setdefault(event.name, []).append(event.device_time)
-    return {name: statistics.median(times) for name, times in found.items()}
+    return {name: statistics.median(times) * len(times) / repeats for name, times in found.items()}
+
+
+def total(fn):
+    return sum(kernel_times(fn).values())
 
 
 def graph_time(fn, inner=10, repeats=20):
-    """Time of fn inside a graph that holds it `inner` times, in us: (median, smallest)."""
+    """Median time of fn inside a graph that holds it `inner` times, in us."""
     fn()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -72,27 +80,28 @@ def graph_time(fn, inner=10, repeats=20):
         end.record()
         end.synchronize()
         times.append(1000 * start.elapsed_time(end) / inner)
-    return statistics.median(times), min(times)
+    return statistics.median(times)
 
 
 def copy_time(num_bytes):
     """A device copy of so many bytes (read once, written once), in us."""
     source = torch.randint(0, 100, (num_bytes // 4,), dtype=torch.int32, device="cuda")
     out = torch.empty_like(source)
-    return sum(kernel_times(lambda: out.copy_(source)).values())
+    return total(lambda: out.copy_(source))
 
 
 # -- check -------------------------------------------------------------------------------------------------------------
 
 
 def check_case(shape, layout, wire, *, fused=False, alignment=1, deferred=False, steps=3):
+    """What differs from the oracle in a few steps of dispatch and combine."""
     ranks = Ranks(shape)
     places = ranks.places(layout, wire, alignment)
-    format_, placement = WIRES[wire], ranks.placement
-    capacity = shape.capacity or shape.num_tokens
     ids, weights = [i.cpu() for i in ranks.ids], [w.cpu() for w in ranks.weights]
-    routing = reference.route(ids, weights, placement=placement, layout=layout, expert_alignment=alignment, capacity=capacity)
-    want = reference.dispatch([x.cpu() for x in ranks.xs], routing, format_)
+    routing = reference.route(
+        ids, weights, placement=ranks.placement, layout=layout, expert_alignment=alignment, capacity=shape.num_tokens
+    )
+    want = reference.dispatch([x.cpu() for x in ranks.xs], routing, WIRES[wire])
     ys = [torch.randn(w.x.numel() // shape.hidden, shape.hidden, device="cuda").bfloat16() for w in want]
     summed = reference.combine([y.cpu() for y in ys], routing)
     wrong = []
@@ -111,7 +120,7 @@ def check_case(shape, layout, wire, *, fused=False, alignment=1, deferred=False,
                 engine.await_rows(step, total=fused)
 
         def combine(r, made=made, outs=outs):
-            ranks.engines[r].combine(ys[r], None, made[r], outs[r], weighted=layout is not Layout.COMPACT, finish=True)
+            ranks.engines[r].combine(ys[r], None, made[r], outs[r], weighted=layout is not COMPACT, finish=True)
 
         if number == 0:
             ranks.compile(dispatch, combine)
@@ -120,192 +129,275 @@ def check_case(shape, layout, wire, *, fused=False, alignment=1, deferred=False,
         if ranks.failures():
             return [f"gave up: {ranks.failures()}"]
         for r, mine in enumerate(want):
-            rows = mine.x.numel() // shape.hidden
-            meta = places[r].meta(number % 2)[:rows].cpu()
-            used = torch.ones(rows, dtype=torch.bool)
-            pairs = [("tokens", made[r].expert_counts.cpu(), mine.num_tokens_per_expert)]
-            pairs.append(("per rank", made[r].rank_counts.cpu(), mine.num_tokens_per_rank))
-            if layout is not Layout.COMPACT:
-                source = mine.row_source.view(rows, 3)
-                used = source[:, 0] >= 0
-                pairs.append(("row_source", meta[used], source[used]))
-            else:
-                pairs.append(("topk_idx", meta[:, 1 : 1 + shape.num_topk], mine.topk_idx))
-            payload = places[r].payload(number % 2)[:rows][used.cuda()].cpu()
-            pairs.append(("rows", payload, mine.x.reshape(rows, -1).view(torch.uint8)[used]))
-            sf = places[r].sf(number % 2)
-            if sf is not None:
-                pairs.append(("sf", sf[:rows][used.cuda()].cpu(), mine.sf.reshape(rows, -1).view(torch.uint8)[used]))
-            pairs.append(("sums", outs[r].cpu(), summed[r].x))
-            for name, got, expected in pairs:
-                difference = first_mismatch(got.contiguous(), expected.contiguous())
-                if difference is not None:
-                    wrong.append(f"step {number} rank {r} {name}: {difference}")
+            bank = number % 2
+            wrong += differences(f"step {number} rank {r}", shape, layout, places[r], bank, made[r], mine, outs[r], summed[r])
     return wrong
 
 
+def differences(where, shape, layout, places, bank, step, mine, out, summed):
+    rows = mine.x.numel() // shape.hidden
+    meta = places.meta(bank)[:rows].cpu()
+    used = torch.ones(rows, dtype=torch.bool)
+    pairs = {
+        "tokens": (step.expert_counts.cpu(), mine.num_tokens_per_expert),
+        "per rank": (step.rank_counts.cpu(), mine.num_tokens_per_rank),
+        "sums": (out.cpu(), summed.x),
+    }
+    if layout is COMPACT:
+        pairs["topk_idx"] = (meta[:, 1 : 1 + shape.num_topk], mine.topk_idx)
+    else:
+        source = mine.row_source.view(rows, 3)
+        used = source[:, 0] >= 0
+        pairs["row_source"] = (meta[used], source[used])
+    got = places.payload(bank)[:rows][used.cuda()].cpu()
+    pairs["rows"] = (got, mine.x.reshape(rows, -1).view(torch.uint8)[used])
+    sf = places.sf(bank)
+    if sf is not None:
+        pairs["sf"] = (sf[:rows][used.cuda()].cpu(), mine.sf.reshape(rows, -1).view(torch.uint8)[used])
+    found = {name: first_mismatch(a.contiguous(), b.contiguous()) for name, (a, b) in pairs.items()}
+    return [f"{where} {name}: {difference}" for name, difference in found.items() if difference is not None]
+
+
+CASES = [
+    (Shape(1, 32, 64), SLOTS, "fp8", {"fused": True}),
+    (Shape(1, 33, 60), SLOTS, "ue8m0", {"fused": True}),
+    (Shape(2, 32, 64), SLOTS, "fp8", {"fused": True}),
+    (Shape(8, 16, 64, hidden=1024), SLOTS, "fp8", {"fused": True, "deferred": True}),
+    (Shape(4, 16, 62, hidden=1032), SLOTS, "bf16", {"fused": True}),
+    (Shape(1, 200, 64), COMPACT, "fp8", {}),
+    (Shape(2, 300, 64), COMPACT, "bf16", {}),
+    (Shape(4, 130, 256, hidden=2048), COMPACT, "fp8", {"deferred": True}),
+    (Shape(8, 65, 256, hidden=1024), COMPACT, "ue8m0", {}),
+    (Shape(2, 1000, 256, hidden=1024, num_sms=24), COMPACT, "fp8", {}),
+    (Shape(1, 150, 64), MAJOR, "fp8", {"alignment": 128}),
+    (Shape(4, 100, 64, hidden=2048), MAJOR, "bf16", {"alignment": 8}),
+    (Shape(2, 40, 64, hidden=2048), SLOTS, "fp8", {}),
+    (Shape(2, 40, 4096, hidden=512, num_topk=32), MAJOR, "bf16", {}),
+]
+
+
 def check():
-    slots, major, compact = Layout.EXPERT_SLOTS, Layout.EXPERT_MAJOR, Layout.COMPACT
-    cases = [
-        (Shape(1, 32, 64), slots, "fp8", {"fused": True}),
-        (Shape(1, 33, 60, capacity=64), slots, "ue8m0", {"fused": True}),
-        (Shape(2, 32, 64), slots, "fp8", {"fused": True}),
-        (Shape(8, 16, 64, hidden=1024), slots, "fp8", {"fused": True, "deferred": True}),
-        (Shape(4, 16, 62, hidden=1032), slots, "bf16", {"fused": True}),
-        (Shape(1, 200, 64), compact, "fp8", {}),
-        (Shape(2, 300, 64), compact, "bf16", {}),
-        (Shape(4, 130, 256, hidden=2048), compact, "fp8", {"deferred": True}),
-        (Shape(8, 65, 256, hidden=1024), compact, "ue8m0", {}),
-        (Shape(1, 150, 64), major, "fp8", {"alignment": 128}),
-        (Shape(4, 100, 64, hidden=2048), major, "bf16", {"alignment": 8}),
-        (Shape(2, 40, 64, hidden=2048), slots, "fp8", {}),
-        (Shape(2, 40, 4096, hidden=512, num_topk=32), major, "bf16", {}),
-    ]
-    for shape, layout, wire, options in cases:
+    for shape, layout, wire, options in CASES:
         try:
             wrong = check_case(shape, layout, wire, **options)
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:  # noqa: BLE001  # reported, and the other cases still run
             wrong = [repr(error)[:600]]
-        note(check=str(layout), wire=wire, ranks=shape.num_ranks, hidden=shape.hidden, ok=not wrong, wrong=str(wrong[:2]), **options)
+        note(
+            check=str(layout), wire=wire, ranks=shape.num_ranks, hidden=shape.hidden, num_topk=shape.num_topk,
+            experts=shape.num_experts, ok=not wrong, wrong=str(wrong[:2]), **options,
+        )  # fmt: skip
         torch.cuda.empty_cache()
 
 
 # -- decode ------------------------------------------------------------------------------------------------------------
 
 
-def decode(sweep=False):
+def plain_torch(x, ids, weights, num_experts):
+    """What one writes without a library: sort by expert, gather; scatter-add of weighted rows back."""
+    order = ids.flatten().argsort(stable=True)
+    token = order // ids.shape[1]
+    counts = torch.bincount(ids.flatten(), minlength=num_experts)
+
+    def dispatch():
+        rows = x.index_select(0, token)
+        return rows.view(rows.shape[0], -1, 128).float().abs().amax(2), counts
+
+    def combine(y):
+        scaled = y.float() * weights.flatten()[order][:, None]
+        return torch.zeros(x.shape, device=x.device).index_add_(0, token, scaled).bfloat16()
+
+    return dispatch, combine
+
+
+def decode_case(tokens, experts):
+    ranks = Ranks(Shape(1, tokens, experts), num_banks=1)
+    engine, x = ranks.engines[0], ranks.xs[0]
+    places = ranks.places(SLOTS, "fp8")[0]
+    step = ranks.steps(SLOTS)[0]
+    y = torch.randn(experts * tokens, 7168, device="cuda").bfloat16()
+    out = torch.empty_like(x)
+    dispatch = total(lambda: engine.dispatch_fused(x, step, places, receive=True))
+    combine = total(lambda: engine.combine(y, None, step, out, weighted=True))
+    owned = {}
+    payload_out = torch.empty_like(places.payload(0))
+
+    def dispatch_owned():
+        engine.dispatch_fused(x, step, places, receive=True)
+        engine.copy_rows(places.payload(0), payload_out, step.expert_counts, step.offsets, tokens)
+
+    owned["dispatch_owned_us"] = total(dispatch_owned)
+    torch_dispatch, torch_combine = plain_torch(x, ranks.ids[0], ranks.weights[0], experts)
+    rows = torch.randn(8 * tokens, 7168, device="cuda").bfloat16()
+    note(
+        decode=tokens, experts=experts, dispatch_us=dispatch, combine_us=combine, **owned,
+        torch_dispatch_us=total(torch_dispatch), torch_combine_us=total(lambda: torch_combine(rows)),
+        copy_of_dispatched_us=copy_time(8 * tokens * 7392),
+    )  # fmt: skip
+
+
+def decode():
     for tokens, experts in ((128, 256), (128, 32), (16, 256), (64, 256), (256, 256)):
-        ranks = Ranks(Shape(1, tokens, experts), num_banks=1)
-        engine, x = ranks.engines[0], ranks.xs[0]
-        places = ranks.places(Layout.EXPERT_SLOTS, "fp8")[0]
-        step = ranks.steps(Layout.EXPERT_SLOTS)[0]
-        y = torch.randn(experts * tokens, 7168, device="cuda").bfloat16()
-        out = torch.empty_like(x)
-        tries = [(None, None)]
-        if sweep and (tokens, experts) in ((128, 256), (256, 256), (64, 256)):
-            tries += [(64, 8), (64, 16), (64, 4), (32, 4), (32, 8), (16, 4), (16, 8), (16, 2), (8, 2)]
-        for lines, warps in tries:
-            times = kernel_times(lambda: engine.dispatch_fused(x, step, places, receive=True, lines=lines, warps=warps))
-            note(decode="dispatch", tokens=tokens, experts=experts, lines=lines, warps=warps, us=sum(times.values()))
-        tries = [(None, None)]
-        if sweep and (tokens, experts) in ((128, 256), (16, 256), (256, 256)):
-            tries += [(8192, 8), (8192, 16), (4096, 4), (4096, 8), (2048, 2), (2048, 4), (2048, 8), (1024, 2), (1024, 4)]
-        for columns, warps in tries:
-            times = kernel_times(
-                lambda: engine.combine(y, None, step, out, weighted=True, columns=columns, warps=warps)
-            )
-            note(decode="combine", tokens=tokens, experts=experts, columns=columns, warps=warps, us=sum(times.values()))
-        del ranks, places, y
+        decode_case(tokens, experts)
         torch.cuda.empty_cache()
 
 
 # -- virtual ranks -----------------------------------------------------------------------------------------------------
 
 
-def virtual(sweep=False):
+def virtual_case(num_ranks):
+    ranks = Ranks(Shape(num_ranks, 128, 256), num_banks=1)
+    places, made = ranks.places(SLOTS, "fp8"), ranks.steps(SLOTS)
+    ys = [torch.randn(256 * 128, 7168, device="cuda").bfloat16() for _ in range(num_ranks)]
+    outs = [torch.empty_like(x) for x in ranks.xs]
+
+    def dispatch(r):
+        ranks.engines[r].dispatch_fused(ranks.xs[r], made[r], places[r], receive=True)
+
+    def give_back(r):
+        ranks.engines[r].give_back(0)
+
+    def combine(r, finish=False):
+        ranks.engines[r].combine(ys[r], None, made[r], outs[r], weighted=True, finish=finish)
+
+    def round_trip(r):
+        dispatch(r)
+        combine(r, True)
+
+    ranks.compile(round_trip, give_back, combine)
+    ranks.each(round_trip)
+    times = {
+        "round_trip_us": graph_time(lambda: ranks.each(round_trip)),
+        "dispatch_and_give_back_us": graph_time(lambda: ranks.each(lambda r: (dispatch(r), give_back(r)))),
+        "combine_us": graph_time(lambda: ranks.each(combine)),
+        "give_back_us": graph_time(lambda: ranks.each(give_back)),
+    }
+    note(virtual=num_ranks, num_sms=ranks.num_sms, **times, failures=len(ranks.failures()))
+
+
+def virtual():
     for num_ranks in (2, 4, 8):
-        tries = [(None, None)] if not sweep else [(None, None), (64, 8), (32, 4), (64, 4)]
-        budget = 0
-        for lines, warps in tries:
-            ranks = Ranks(Shape(num_ranks, 128, 256, num_sms=budget), num_banks=1)
-            places = ranks.places(Layout.EXPERT_SLOTS, "fp8")
-            made = ranks.steps(Layout.EXPERT_SLOTS)
-            slots = 256 // num_ranks * num_ranks * 128
-            ys = [torch.randn(slots, 7168, device="cuda").bfloat16() for _ in range(num_ranks)]
-            outs = [torch.empty_like(x) for x in ranks.xs]
-
-            def dispatch(r):
-                ranks.engines[r].dispatch_fused(ranks.xs[r], made[r], places[r], receive=True, lines=lines, warps=warps)
-
-            def give_back(r):
-                ranks.engines[r].give_back(0)
-
-            def combine(r, finish=False):
-                ranks.engines[r].combine(ys[r], None, made[r], outs[r], weighted=True, finish=finish)
-
-            try:
-                ranks.compile(dispatch, give_back, combine, lambda r: combine(r, True))
-                ranks.each(dispatch)
-                ranks.each(give_back)
-                ranks.each(combine)
-                ranks.each(dispatch)
-                ranks.each(lambda r: combine(r, True))
-                assert not ranks.failures(), ranks.failures()
-                both, least = graph_time(lambda: (ranks.each(dispatch), ranks.each(lambda r: combine(r, True))))
-                only, _ = graph_time(lambda: ranks.each(combine))
-                fork, _ = graph_time(lambda: ranks.each(give_back))
-                note(virtual=num_ranks, lines=lines, warps=warps, round_trip_us=both, least_us=least, combine_us=only,
-                     dispatch_us=both - only, fork_join_us=fork, failures=len(ranks.failures()))
-            except Exception as error:  # noqa: BLE001
-                note(virtual=num_ranks, lines=lines, warps=warps, error=repr(error)[:300])
-            del ranks, places, ys
-            torch.cuda.empty_cache()
+        virtual_case(num_ranks)
+        torch.cuda.empty_cache()
 
 
 # -- prefill -----------------------------------------------------------------------------------------------------------
 
 
-def prefill(sweep=False):
-    for num_ranks, wire in ((1, "fp8"), (1, "bf16"), (2, "fp8"), (2, "bf16")):
-        ranks = Ranks(Shape(num_ranks, 4096, 256, num_sms=24), num_banks=1)
-        places = ranks.places(Layout.COMPACT, wire)
-        made = ranks.steps(Layout.COMPACT)
-        tries = [(None, None)] + ([(2, 16), (2, 32), (4, 16)] if sweep else [])
-        for many, warps in tries:
-            def step(r, many=many, warps=warps):
-                engine = ranks.engines[r]
-                addresses = engine.plan(made[r], places[r])
-                engine.send(ranks.xs[r], None, addresses, made[r], places[r], receive=True, rows_per_block=many, warps=warps)
-                engine.give_back(0)
-            try:
-                ranks.compile(step)
-                us, least = graph_time(lambda: ranks.each(step), inner=2)
-                parts = kernel_times(lambda: step(0)) if num_ranks == 1 else {}
-                note(prefill="dispatch", ranks=num_ranks, wire=wire, rows=many, warps=warps, us=us, least_us=least,
-                     parts={k: round(v, 1) for k, v in parts.items()}, failures=len(ranks.failures()))
-            except Exception as error:  # noqa: BLE001
-                note(prefill="dispatch", rows=many, warps=warps, error=repr(error)[:200])
-        if wire == "bf16":
-            ys = [torch.randn(p.region.num_rows, 7168, device="cuda").bfloat16() for p in places]
-            outs = [torch.empty_like(x) for x in ranks.xs]
-            tries = [(None, None, None)]
-            if sweep:
-                tries += [(2, 8192, 16), (4, 8192, 16)]
-            for many, columns, warps in tries:
-                def gather(r, many=many, columns=columns, warps=warps):
-                    ranks.engines[r].combine(
-                        ys[r], None, made[r], outs[r], weighted=False, rows_per_block=many, columns=columns, warps=warps
-                    )
-                ranks.compile(gather)
-                us, least = graph_time(lambda: ranks.each(gather), inner=2)
-                note(prefill="combine", ranks=num_ranks, rows=many, warps=warps, us=us, least_us=least)
-        del ranks, places
+def compact_case(num_ranks, wire):
+    ranks = Ranks(Shape(num_ranks, 4096, 256, num_sms=24), num_banks=1)
+    places, made = ranks.places(COMPACT, wire), ranks.steps(COMPACT)
+
+    def dispatch(r):
+        engine = ranks.engines[r]
+        addresses = engine.plan(made[r], places[r])
+        engine.send(ranks.xs[r], None, addresses, made[r], places[r], receive=True)
+        engine.give_back(0)
+
+    ranks.compile(dispatch)
+    us = graph_time(lambda: ranks.each(dispatch), inner=2)
+    parts = kernel_times(lambda: dispatch(0)) if num_ranks == 1 else {}
+    note(prefill="compact dispatch", ranks=num_ranks, wire=wire, num_sms=24, us=us, **parts)
+    if wire == "bf16":
+        ys = [torch.randn(p.region.num_rows, 7168, device="cuda").bfloat16() for p in places]
+        outs = [torch.empty_like(x) for x in ranks.xs]
+
+        def combine(r):
+            ranks.engines[r].combine(ys[r], None, made[r], outs[r], weighted=False)
+
+        ranks.compile(combine)
+        us = graph_time(lambda: ranks.each(combine), inner=2)
+        note(prefill="compact combine", ranks=num_ranks, num_sms=24, us=us, failures=len(ranks.failures()))
+
+
+def expert_major_case(wire):
+    ranks = Ranks(Shape(1, 4096, 256), num_banks=1)
+    places, step = ranks.places(MAJOR, wire)[0], ranks.steps(MAJOR)[0]
+    engine, x = ranks.engines[0], ranks.xs[0]
+    row_bytes = 14336 if wire == "bf16" else 7392
+
+    def dispatch():
+        addresses = engine.plan(step, places)
+        engine.send(x, None, addresses, step, places, receive=True)
+
+    parts = kernel_times(dispatch)
+    floor = copy_time((4096 * 14336 + 32768 * row_bytes) // 2)
+    us = sum(parts.values())
+    note(prefill="expert_major dispatch", wire=wire, us=us, copy_us=floor, share_of_copy=floor / us, **parts)
+    if wire == "bf16":
+        y, out = torch.randn(32768, 7168, device="cuda").bfloat16(), torch.empty_like(x)
+        floor = copy_time((4096 + 32768) * 14336 // 2)
+        us = total(lambda: engine.combine(y, None, step, out, weighted=True))
+        note(prefill="expert_major combine", us=us, copy_us=floor, share_of_copy=floor / us)
+
+
+def prefill():
+    for case in ((1, "fp8"), (1, "bf16"), (2, "fp8"), (2, "bf16")):
+        compact_case(*case)
         torch.cuda.empty_cache()
-    ranks = Ranks(Shape(1, 4096, 256, num_sms=132), num_banks=1)
     for wire in ("fp8", "bf16"):
-        places = ranks.places(Layout.EXPERT_MAJOR, wire)[0]
-        step = ranks.steps(Layout.EXPERT_MAJOR)[0]
-        engine, x = ranks.engines[0], ranks.xs[0]
-        floor = copy_time((4096 * 14336 + 32768 * (14336 if wire == "bf16" else 7392)) // 2)
-        for many, warps in ((None, None), (1, 8), (1, 16), (2, 16), (2, 32), (4, 32)) if sweep else ((None, None),):
-            for sms in (132, 264, 528) if sweep else (132,):
-                engine.num_sms = sms
-                def run(many=many, warps=warps):
-                    addresses = engine.plan(step, places)
-                    engine.send(x, None, addresses, step, places, receive=True, rows_per_block=many, warps=warps)
-                try:
-                    parts = kernel_times(run)
-                    note(prefill="expert_major", wire=wire, rows=many, warps=warps, sms=sms, us=sum(parts.values()), floor_us=floor,
-                         parts={k: round(v, 1) for k, v in parts.items()})
-                except Exception as error:  # noqa: BLE001
-                    note(prefill="expert_major", rows=many, warps=warps, error=repr(error)[:200])
-    y = torch.randn(32768, 7168, device="cuda").bfloat16()
-    out = torch.empty_like(x)
-    floor = copy_time((4096 + 32768) * 14336 // 2)
-    for _ in range(2):
-        for columns, warps in ((None, None), (2048, 4), (1024, 2), (8192, 16)):
-            parts = kernel_times(lambda: engine.combine(y, None, step, out, weighted=True, columns=columns, warps=warps))
-            note(prefill="expert_major combine", columns=columns, warps=warps, us=sum(parts.values()), floor_us=floor)
+        expert_major_case(wire)
+        torch.cuda.empty_cache()
+
+
+# -- Buffer ------------------------------------------------------------------------------------------------------------
+
+
+def host():
+    """Eager calls against a graph of the same calls, one rank, 128 tokens."""
+
+    def work(rank):
+        options = {"num_experts": 256, "hidden": 7168, "num_topk": 8, "num_max_tokens_per_rank": 128}
+        with ew.Buffer(rank, device="cuda", validate=False, max_in_flight=1, **options) as buf:
+            x = random_rows(0, 128, 7168).cuda()
+            ids, weights = uniform_routing(0, 128, 8, 256).cuda(), random_weights(0, 128, 8).cuda()
+            y = torch.randn(256, 128, 7168, device="cuda").bfloat16()
+
+            def call():
+                sent = buf.dispatch(
+                    x, ids, weights, layout=SLOTS, wire=FP8Block(), counts="device", zero_copy=True
+                )  # fmt: skip
+                return buf.combine(y, sent.handle).x
+
+            for _ in range(20):
+                call()
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            for _ in range(200):
+                call()
+            issued = time.perf_counter()
+            torch.cuda.synchronize()
+            ended = time.perf_counter()
+            note(
+                host="dispatch + combine", host_us=(issued - started) * 5000, eager_us=(ended - started) * 5000,
+                graph_us=graph_time(call), window_bytes=buf._engine.runtime.engine.state.total_bytes,
+            )  # fmt: skip
+
+    ew.World(1, device="cuda").run(work)
+
+
+def soak(trips=2000):
+    """Integer payloads whose sums are exact; every element of every sum compared on the device."""
+
+    def work(rank):
+        options = {"num_experts": 32, "hidden": 512, "num_topk": 4, "num_max_tokens_per_rank": 64}
+        me, num_ranks, wrong = rank.rank, rank.num_ranks, torch.zeros((), dtype=torch.int64, device="cuda")
+        with ew.Buffer(rank, device="cuda", validate=False, **options) as buf:
+            for layout in (SLOTS, MAJOR, COMPACT):
+                x = payload(me, 64, 512).cuda()
+                ids = round_robin(me, 64, 4, 32).cuda()
+                served = 4 if layout is not COMPACT else len({i * num_ranks // 32 for i in range(4)})
+                if layout is COMPACT:
+                    served = torch.tensor([len({int(e) * num_ranks // 32 for e in row}) for row in ids]).cuda()[:, None]
+                want = (x.float() * served).bfloat16()
+                for _ in range(trips):
+                    sent = buf.dispatch(x, ids, layout=layout, counts="device", zero_copy=True)
+                    wrong += (buf.combine(sent.x, sent.handle).x != want).sum()
+            return int(wrong)
+
+    for num_ranks in (1, 4):
+        started = time.perf_counter()
+        wrong = ew.World(num_ranks, device="cuda").run(work)
+        note(soak=3 * trips, ranks=num_ranks, wrong_elements=sum(wrong), seconds=time.perf_counter() - started)
 
 
 def commit():
@@ -315,29 +407,31 @@ def commit():
         return "unknown"
 
 
+PARTS = {"check": check, "decode": decode, "virtual": virtual, "prefill": prefill, "host": host, "soak": soak}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="+", choices=["check", "decode", "virtual", "prefill"])
-    parser.add_argument("--sweep", action="store_true", help="also try other block shapes")
+    parser.add_argument("parts", nargs="+", choices=PARTS)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--commit", default=None)
+    parser.add_argument("--commit", default=None, help="where git is missing: the commit that is measured")
     args = parser.parse_args()
     started = time.time()
-    for part in args.parts:
-        if part == "check":
-            check()
-        else:
-            {"decode": decode, "virtual": virtual, "prefill": prefill}[part](args.sweep)
     facts = {
         "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
-        "python": platform.python_version(), "command": " ".join(sys.argv), "commit": args.commit or commit(),
-        "seconds": round(time.time() - started),
-    }
-    if args.out:
-        args.out.write_text(json.dumps({"machine": facts, "results": RESULTS}, indent=1))
+        "cuda": torch.version.cuda, "python": platform.python_version(), "command": " ".join(sys.argv),
+        "commit": args.commit or commit(),
+    }  # fmt: skip
+    for part in args.parts:
+        try:
+            PARTS[part]()
+        except Exception as error:  # noqa: BLE001  # the other parts still run
+            note(failed=part, error=repr(error)[:500])
+        if args.out:
+            seconds = round(time.time() - started)
+            args.out.write_text(json.dumps({"machine": facts | {"seconds": seconds}, "results": RESULTS}, indent=1))
     print(facts)
 
 
 if __name__ == "__main__":
-    assert FP8Block
     main()

@@ -14,7 +14,7 @@ from expertwire.testing import random_rows, random_weights, uniform_routing
 from expertwire.topology import Placement
 from expertwire.transports.device import InprocDevice
 
-SPIN_LIMIT = 1 << 21  # a second or two
+SPIN_LIMIT = 1 << 21  # a second or so
 WIRES = {"bf16": BF16(), "fp8": FP8Block(), "ue8m0": FP8Block(scale="ue8m0")}
 
 

@@ -148,13 +148,15 @@ class Buffer:
 
     def _on_device(self, ranks: Bootstrap, timeout_s: float | None, *, validate: bool, num_sms: int | None) -> None:
         """The same parts for a GPU; what they are called here is what they answer to on the CPU."""
-        from expertwire.device_calls import DeviceCombiner, DeviceDispatcher, DeviceSteps
+        from expertwire.device_calls import DeviceCombiner, DeviceDispatcher, DeviceSteps, rehearse
 
         s = self.settings
         runtime = device_runtime(
             ranks, s.transport, s.device, s.placement, capacity=s.num_max_tokens_per_rank, hidden=s.hidden,
             num_topk=s.num_topk, num_banks=s.max_in_flight, timeout_s=timeout_s, num_sms=num_sms,
         )  # fmt: skip
+        rehearse(runtime.engine.state.device)
+        ranks.all_gather(None)
         self._engine = _DeviceTotals(runtime, (0,) * self.num_ranks)
         self._steps = DeviceSteps(runtime.engine)
         self._steps.runtime = runtime

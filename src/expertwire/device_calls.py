@@ -413,6 +413,23 @@ class DeviceCombiner:
         return x.detach(), tuple(b.detach() for b in biases)
 
 
+def rehearse(device: torch.device) -> None:
+    """Run once every torch operation that calls make between launches, so that its kernel is loaded: loading one waits
+    for the device, on which another rank's kernel may be waiting for this rank."""
+    counts = torch.zeros(8, dtype=torch.int32, device=device)
+    meta, row = torch.zeros(8, 4, dtype=torch.int32, device=device).clone(), torch.arange(8, device=device)
+    known = (torch.searchsorted(counts, row, right=True) - 1).clamp(max=0)
+    used = (known == row) & (row - counts[known] < counts[known])
+    torch.where(used[:, None], meta, -1)
+    torch.where((row < counts[:1])[:, None], meta.view(torch.float32), 0.0)
+    torch.cat([counts, counts[:1]]).tolist()
+    for ids in (row, counts):
+        torch.aminmax(ids)
+    FP8Block(decode=True).decode_bfloat16(
+        meta.view(torch.float8_e4m3fn), torch.zeros(8, 1, device=device), meta.shape[1] * meta.element_size()
+    )
+
+
 def check_handle(rank: int, owner: object, handle: Any) -> None:
     """As `call.Context.check_handle`."""
     if not isinstance(handle, Handle):

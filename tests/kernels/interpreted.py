@@ -72,7 +72,7 @@ def use_interpreter():
 class SharedFiles:
     """`DeviceMemory` of processes of one host: files that all of them map."""
 
-    name, device = "files", torch.device("cpu")
+    name, any_address, device = "files", False, torch.device("cpu")
 
     def __init__(self, group):
         import torch.distributed as dist

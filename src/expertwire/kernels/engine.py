@@ -115,7 +115,7 @@ class DeviceEngine:
         slots, layout, weights = self._slots, LAYOUTS[step.layout], step.topk_weights
         compact = step.layout is Layout.COMPACT
         per_token = slots * max(slots, self._ranks if compact else 0)
-        tokens = max(1, min(64, 8192 // per_token))
+        tokens = max(1, min(128 if compact else 64, 8192 // per_token))
         while ceil_div(self.capacity, tokens) > 256 and tokens * per_token < 1 << 15:
             tokens *= 2
         num_blocks = max(1, ceil_div(num_tokens, tokens))
@@ -133,7 +133,7 @@ class DeviceEngine:
             self.rank, num_tokens, num_blocks, self.num_ranks * self.capacity, step.alignment, self.spin_limit,
             R=self.num_ranks, RANKS=self._ranks, E=self.num_experts, EXPERTS=experts,
             EXPERT_BINS=pow2(self.num_experts + 1), RANK_BINS=pow2(self.num_ranks + 1), K=self.num_topk, SLOTS=slots,
-            TOKENS=tokens, BLOCKS=blocks, COLUMNS=min(pow2(width), max(16, 16384 // blocks)), LAYOUT=layout, num_warps=16,
+            TOKENS=tokens, BLOCKS=blocks, COLUMNS=min(pow2(width), max(16, 32768 // blocks)), LAYOUT=layout, num_warps=16,
         )  # fmt: skip
         bases, payload_bytes, meta = places.bases[step.bank], places.rows.payload_bytes, places.region.meta
         addresses = self._addresses(step)
@@ -253,10 +253,11 @@ class DeviceEngine:
         """
         bank, num_tokens, whole = self.state.banks[step.bank], step.where.shape[0], pow2(self.hidden)
         if columns is None and self.strict_sms and num_tokens >= 4 * self.num_sms:
-            columns, rows_per_block, warps = whole, max(1, min(4, 32768 // whole)), 32
+            few = self.num_sms <= 64
+            columns, rows_per_block, warps = whole, max(1, min(4, 32768 // whole)) if few else 1, 32 if few else 16
         if columns is None:
-            columns = min(whole, 1024 if num_tokens <= 512 else 16384)
-            warps = max(1, min(16, columns // (256 if num_tokens * ceil_div(self.hidden, columns) <= 1024 else 512)))
+            columns = min(whole, 1024 if num_tokens <= 512 else 2048)
+            warps = max(1, columns // (256 if num_tokens * ceil_div(self.hidden, columns) <= 1024 else 512))
         many = rows_per_block or 1
         parts = ceil_div(self.hidden, columns)
         warps = warps or max(1, min(32, many * columns // 512))

@@ -19,12 +19,14 @@ _MOST_SPINS = (1 << 31) - 1
 class DeviceRuntime:
     """What `Buffer` needs of a device, under the names that `host.runtime.HostRuntime` has."""
 
-    def __init__(self, engine: DeviceEngine, memory: DeviceMemory, timeout_s: float | None) -> None:
+    def __init__(
+        self, engine: DeviceEngine, memory: DeviceMemory, timeout_s: float | None, spins_per_s: float | None = None
+    ) -> None:
         self.engine, self.memory = engine, memory
         self.masked: set[int] = set()
         self.wait_s = np.zeros(engine.num_ranks)
         self.closed = False
-        self._spins_per_s = engine.spins_per_second() if engine.num_ranks > 1 else 1e6
+        self._spins_per_s = spins_per_s or (engine.spins_per_second() if engine.num_ranks > 1 else 1e6)
         self._launched: set[Hashable] = set()
         self.timeout_s = timeout_s
 
