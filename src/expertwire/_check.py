@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -62,6 +63,9 @@ def shape(num_experts: Any, hidden: Any, num_topk: Any, num_max_tokens_per_rank:
         )
 
 
+_device = lru_cache(torch.device)
+
+
 def tensor(
     rank: int,
     name: str,
@@ -78,13 +82,12 @@ def tensor(
     if dtypes is not None and value.dtype not in dtypes:
         names = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
         raise InvalidArgument(f"{where} must have dtype {names}, got {str(value.dtype).removeprefix('torch.')}")
-    wanted = torch.device(device)
+    wanted = _device(device)
     if value.device.type != wanted.type or (wanted.index is not None and value.device.index != wanted.index):
         raise InvalidArgument(f"{where} must be on the buffer's device {device!r}, got {str(value.device)!r}")
     if value.layout is not torch.strided:
         raise InvalidArgument(f"{where} must be a dense tensor, got {value.layout}")
-    matches = value.ndim == len(dims) and all(d is None or d == n for d, n in zip(dims, value.shape, strict=True))
-    if not matches:
+    if value.ndim != len(dims) or any(d is not None and d != n for d, n in zip(dims, value.shape, strict=True)):
         raise InvalidArgument(f"{where} must have shape {meaning}, got {list(value.shape)}")
     if not value.is_contiguous():
         raise InvalidArgument(f"{where} must be contiguous, got strides {value.stride()}; pass {name}.contiguous()")

@@ -195,15 +195,12 @@ class Dispatcher:
 
     def _fields(self, plan: _Plan, received: Received) -> dict[str, Any]:
         placed = received.placed
-        arrivals, num_rows, num_topk = placed.arrivals, placed.num_rows, self._settings.num_topk
+        arrivals, num_rows = placed.arrivals, placed.num_rows
         x, sf = self._typed(plan, received)
         topk_idx = topk_weights = row_source = offsets = None
         if plan.arrangement.layout is Layout.COMPACT:
-            topk_idx = torch.full((num_rows, num_topk), -1, dtype=torch.int32)
-            topk_idx[: arrivals.num_rows] = torch.from_numpy(arrivals.topk_idx)
-            if plan.routing.weighted:
-                topk_weights = torch.zeros((num_rows, num_topk), dtype=torch.float32)
-                topk_weights[: arrivals.num_rows] = torch.from_numpy(arrivals.weights)
+            topk_idx = _padded(arrivals.topk_idx, num_rows, -1)
+            topk_weights = _padded(arrivals.weights, num_rows, 0) if plan.routing.weighted else None
         else:
             row_source = torch.from_numpy(placed.row_source()).view(*x.shape[:-1], 3)
             offsets = torch.from_numpy(placed.offsets.astype(np.int32))
@@ -269,3 +266,10 @@ class Dispatcher:
         outputs = [x] if topk_weights is None else [x, topk_weights]
         tied, plan.handle._edge = attach(plan.handle._edge, outputs, (plan.x, plan.topk_weights), backward)
         return tied[0], None if topk_weights is None else tied[1]
+
+
+def _padded(values: np.ndarray, num_rows: int, filler: int) -> torch.Tensor:
+    """A copy of `values` [n, K], continued by rows of `filler` up to `num_rows`."""
+    found = np.full((num_rows, values.shape[1]), filler, values.dtype)
+    found[: len(values)] = values
+    return torch.from_numpy(found)

@@ -5,9 +5,9 @@ Every rank makes the same steps in the same order, forward and backward passes a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import TracebackType
 
 import torch
 
@@ -59,6 +59,22 @@ class LaneSteps:
         self._open.discard(epoch)
 
 
+class _Fatal:
+    """A context in which any error leaves the ranks out of step: it is remembered as the `failure` of the steps."""
+
+    def __init__(self, steps: Steps) -> None:
+        self._steps = steps
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._steps.failure = error
+
+
 class Steps:
     """The collective steps of one buffer. After an error in the middle of a step, `failure` says which."""
 
@@ -67,20 +83,12 @@ class Steps:
         self.dispatches = LaneSteps(engine.dispatch_lane, engine.rank)
         self.combines = LaneSteps(engine.combine_lane, engine.rank)
         self.failure: BaseException | None = None
-
-    @contextmanager
-    def _fatal(self) -> Iterator[None]:
-        """Any error in the middle of a step leaves the ranks out of step."""
-        try:
-            yield
-        except BaseException as error:
-            self.failure = error
-            raise
+        self._fatal = _Fatal(self)
 
     def refuse(self, steps: LaneSteps, epoch: int, reason: str) -> None:
         """This rank's arguments are illegal: declare the step void on all ranks."""
         self._settle(steps)
-        with self._fatal():
+        with self._fatal:
             refuse(self.engine.runtime, steps.lane, epoch, reason)
         steps.end(epoch)
         steps.void.append(epoch)
@@ -91,7 +99,7 @@ class Steps:
         while steps.void:
             epoch, runtime = steps.void.pop(), self.engine.runtime
             step = protocol.receive(steps.lane, runtime.rank, epoch, runtime.num_ranks)
-            with self._fatal():
+            with self._fatal:
                 runtime.run(f"{steps.lane.name} receive", step)
             (self.end_dispatch if steps is self.dispatches else self.end_combine)(epoch)
 
@@ -99,12 +107,12 @@ class Steps:
         """The windows of this step may be reused; after close() there are none."""
         if self.engine.runtime.closed:
             return
-        with self._fatal():
+        with self._fatal:
             self.engine.finish_dispatch(epoch)
         self.dispatches.end(epoch)
 
     def end_combine(self, epoch: int) -> None:
-        with self._fatal():
+        with self._fatal:
             self.engine.finish_combine(epoch)
         self.combines.end(epoch)
 
@@ -125,7 +133,7 @@ class Steps:
         """Send rows along `routing`; the result receives them. `hold_bank` leaves the step open (zero-copy views)."""
         self._settle(self.dispatches)
         row = self.engine.dispatch_row(rows.payload_bytes, rows.sf_bytes)
-        with self._fatal():
+        with self._fatal:
             self.engine.send_dispatch(epoch, routing, rows, header, cached=not send_routing, keep_own=keep_own)
 
         def receive() -> Received:
@@ -170,7 +178,7 @@ class Steps:
     ) -> Callable[[], Sums]:
         """Send y back along `placed`; the result receives and sums. `weighted` by the weights of `routing`."""
         self._settle(self.combines)
-        with self._fatal():
+        with self._fatal:
             outgoing, keep = self.engine.send_combine(
                 epoch, y, placed, header, wire, rows=rows, weighted=weighted, weights=weights, keep_own=keep_own
             )

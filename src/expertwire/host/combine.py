@@ -51,7 +51,7 @@ def send(
         weight_cells = np.where(arrivals.topk_idx >= 0, cells, 0)
 
     def put(peer: int, region: Region, count: int) -> Segments:
-        segments = [runtime.write_header(peer, layout.combine_header(region.bank, region.writer), described)]
+        segments = runtime.write_header(peer, layout.combine_header(region.bank, region.writer), described)
         mine = slice(int(arrivals.offsets[peer]), int(arrivals.offsets[peer + 1]))
         first, tokens = layout.combine_rows(region.bank, region.writer), arrivals.tokens[mine]
         if count and not (keep_own and peer == runtime.rank):

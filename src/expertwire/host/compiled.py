@@ -35,8 +35,10 @@ try:
         expected_rows,
         first_illegal,
         first_repeat,
+        group_offsets,
         move_rows,
         outgoing_rows,
+        place_compact,
         place_experts,
         place_rows,
         read_routing,
@@ -78,6 +80,8 @@ def warm_up() -> None:
         write_routing(at, 64, 0, 16, 32, tokens, 0, ids, ids, weights)
         read_routing(at, 64, 0, 16, 32, ids, weights, tokens)
         count_experts(ids, 1)
+        group_offsets(ranks, 1, 0)
+        place_compact(ids)
         place_experts(ids, offsets)
         reduce_rows(index, False, weights, False, index, rows, 8, False)
         encode_fp8(at, 0, 8, 128, False, at, at, 4)
@@ -95,8 +99,10 @@ __all__ = [
     "expected_rows",
     "first_illegal",
     "first_repeat",
+    "group_offsets",
     "move_rows",
     "outgoing_rows",
+    "place_compact",
     "place_experts",
     "place_rows",
     "publish",

@@ -108,7 +108,7 @@ def send(
     def put(peer: int, region: Region, count: int) -> Segments:
         head = runtime.write_header(peer, layout.dispatch_header(region.bank, region.writer), described)
         if count == 0:
-            return [head]
+            return head
         tokens = routing.tokens[routing.offsets[peer] : routing.offsets[peer + 1]]
         first = layout.dispatch_rows(region.bank, region.writer)
         records = runtime.base[peer] + first
@@ -122,7 +122,9 @@ def send(
                 records, row.stride, row.topk_idx, row.topk_weights, row.token,
                 tokens, peer, routing.slot_rank, routing.slot_local, routing.weights,
             )  # fmt: skip
-        return [head, (first + row.stride * np.arange(count), row.stride)]
+        if runtime.hands_over:
+            head.append((first + row.stride * np.arange(count), row.stride))
+        return head
 
     runtime.run("dispatch send", protocol.send(lane, runtime.rank, epoch, routing.rows_per_peer), put)
 
@@ -132,7 +134,7 @@ def refuse(runtime: HostRuntime, lane: Lane, epoch: int, reason: str) -> None:
     header_of = {"dispatch": runtime.layout.dispatch_header, "combine": runtime.layout.combine_header}[lane.name]
 
     def put(peer: int, region: Region, count: int) -> Segments:
-        return [runtime.write_header(peer, header_of(region.bank, region.writer), Header(reason).pack(epoch))]
+        return runtime.write_header(peer, header_of(region.bank, region.writer), Header(reason).pack(epoch))
 
     counts = [REFUSED] * runtime.num_ranks
     runtime.run(f"{lane.name} send", protocol.send(lane, runtime.rank, epoch, counts), put)

@@ -217,14 +217,10 @@ class HostEngine:
         """The output row of every arrival, before any row has moved."""
         layout, alignment = arrangement.layout, arrangement.alignment
         counts = self.kernels.count_experts(arrivals.topk_idx, self.num_local_experts)
-        if layout is Layout.EXPERT_SLOTS:
-            padded = np.full(self.num_local_experts, self.num_ranks * self.capacity, np.int64)
-        else:
-            padded = -(-counts.astype(np.int64) // alignment) * alignment
-        offsets = np.concatenate([[0], np.cumsum(padded)])
+        room = self.num_ranks * self.capacity if layout is Layout.EXPERT_SLOTS else 0
+        padded, offsets = self.kernels.group_offsets(counts, alignment, room)
         if layout is Layout.COMPACT:
-            rows = np.full(arrivals.topk_idx.shape, -1, np.int64)
-            rows[np.arange(arrivals.num_rows), arrivals.last_slot] = np.arange(arrivals.num_rows)
+            rows = self.kernels.place_compact(arrivals.topk_idx)
             num_rows = arrivals.num_rows
         else:
             rows = self.kernels.place_experts(arrivals.topk_idx, offsets)

@@ -198,6 +198,19 @@ def count_experts(topk_idx: Array, num_local_experts: int) -> Array:
     return np.bincount(topk_idx[topk_idx >= 0], minlength=num_local_experts).astype(np.int32)
 
 
+def group_offsets(counts: Array, alignment: int, room: int) -> tuple[Array, Array]:
+    padded = np.full(counts.size, room, np.int64) if room else -(-counts.astype(np.int64) // alignment) * alignment
+    return padded, np.concatenate([[0], np.cumsum(padded)])
+
+
+def place_compact(topk_idx: Array) -> Array:
+    rows = np.full(topk_idx.shape, -1, np.int64)
+    highest = topk_idx.shape[1] - 1 - np.argmax(topk_idx[:, ::-1] >= 0, axis=1)
+    (served,) = np.nonzero((topk_idx >= 0).any(axis=1))
+    rows[served, highest[served]] = served
+    return rows
+
+
 def place_experts(topk_idx: Array, offsets: Array) -> Array:
     rows = np.full(topk_idx.size, -1, np.int64)
     flat = topk_idx.reshape(-1)

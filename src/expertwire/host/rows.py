@@ -231,6 +231,36 @@ def count_experts(topk_idx, num_local_experts):
 
 
 @njit(nogil=True, cache=True)
+def group_offsets(counts, alignment, room):
+    """Rows of each expert's group with padding, int64 [L], and where the groups begin, int64 [L + 1].
+
+    A group has `room` rows, or, if that is 0, its count rounded up to `alignment`.
+    Worked example: counts = [3, 0, 5], alignment = 4 gives [4, 0, 8] and [0, 4, 4, 12].
+    """
+    padded = np.empty(counts.size, np.int64)
+    offsets = np.zeros(counts.size + 1, np.int64)
+    for expert in range(counts.size):
+        padded[expert] = room if room > 0 else (counts[expert] + alignment - 1) // alignment * alignment
+        offsets[expert + 1] = offsets[expert] + padded[expert]
+    return padded, offsets
+
+
+@njit(nogil=True, cache=True)
+def place_compact(topk_idx):
+    """Output row of every received selection if a row stands once, at its highest slot: int64 [n, K], -1 elsewhere.
+
+    Worked example: topk_idx = [[0, -1], [1, 0]] gives [[0, -1], [-1, 1]].
+    """
+    rows = np.full(topk_idx.shape, -1, np.int64)
+    for i in range(topk_idx.shape[0]):
+        for k in range(topk_idx.shape[1] - 1, -1, -1):
+            if topk_idx[i, k] >= 0:
+                rows[i, k] = i
+                break
+    return rows
+
+
+@njit(nogil=True, cache=True)
 def place_experts(topk_idx, offsets):
     """Output row of every received selection: topk_idx [n, K], offsets [L + 1] -> int64 [n, K], -1 = none.
 

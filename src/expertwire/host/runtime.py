@@ -255,25 +255,25 @@ class HostRuntime:
 
     # -- headers -------------------------------------------------------------------------------------------------
 
-    def write_header(self, peer: int, offset: int, packed: Array) -> tuple[Array, int]:
-        """Describe a put in front of its rows: how the writer understood this call, or why it refused it. Returns the
-        segment."""
+    def write_header(self, peer: int, offset: int, packed: Array) -> Segments:
+        """Describe a put in front of its rows: how the writer understood this call, or why it refused it."""
         self.transport.windows[peer][offset : offset + len(packed)] = packed
-        return np.array([offset]), len(packed)
+        return [(np.array([offset]), len(packed))] if self.hands_over else []
 
     def check_headers(
         self, phase: str, epoch: int, counts: dict[int, int], offsets: Sequence[int], expected: str
     ) -> bool:
         """Raise if a peer refused this step, or called it with other settings. True if any rank needs gradients."""
-        alike = {flag: Header(expected, flag).pack(epoch).tobytes() for flag in (False, True)}
-        length = len(alike[False])
+        without = Header(expected).pack(epoch).tobytes()
+        with_grad = None
         needs_grad = False
         for peer in counts:
-            seen = self.own[offsets[peer] : offsets[peer] + length].tobytes()
-            if seen == alike[True]:
+            seen = self.own[offsets[peer] : offsets[peer] + len(without)].tobytes()
+            if seen != without:
+                with_grad = with_grad or Header(expected, True).pack(epoch).tobytes()
+                if seen != with_grad:
+                    self._raise_for_headers(phase, epoch, counts, offsets, expected)
                 needs_grad = True
-            elif seen != alike[False]:
-                self._raise_for_headers(phase, epoch, counts, offsets, expected)
         return needs_grad
 
     def _raise_for_headers(

@@ -18,10 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from expertwire.ordering.operations import Load, Operation, PutSignal, Region, Signal, Wait, Word
 
 Step = Generator[Operation, int | None, None]
+
+
+_word = lru_cache(maxsize=4096)(Word)  # the same few words again and again
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +42,10 @@ class Lane:
         return Region(self.name, self.bank(epoch), writer)
 
     def ready(self, epoch: int, writer: int) -> Word:
-        return Word(f"{self.name}_ready", writer, self.bank(epoch))
+        return _word(f"{self.name}_ready", writer, self.bank(epoch))
 
     def done(self, epoch: int, reader: int) -> Word:
-        return Word(f"{self.name}_done", reader, self.bank(epoch))
+        return _word(f"{self.name}_done", reader, self.bank(epoch))
 
 
 def ring(rank: int, num_ranks: int) -> list[int]:
