@@ -122,7 +122,7 @@ class DeviceDispatcher:
         def complete() -> dict[str, Any]:
             if defer_receive:
                 engine.await_rows(step, total=fused)
-            num_rows, lists = self._counts(step, exact=exact)
+            num_rows, counted = self._counts(step, exact=exact)
             fields = self._views(step, places, num_rows, dtypes, wire, owned=not zero_copy)
             routing = handle._arrived.routing if cached else self._routing(step, places, num_rows, owned=not zero_copy)
             if zero_copy:
@@ -132,7 +132,7 @@ class DeviceDispatcher:
                 self._steps.dispatches.end(epoch)
             if not cached:
                 handle._arrived = Arrived(step, num_rows, exact, epoch if zero_copy else None, routing)
-            return fields | lists | {"_lazy": routing}
+            return fields | counted | {"_lazy": routing}
 
         return record(Dispatched, complete, defer_receive, handle=handle)
 
@@ -191,7 +191,8 @@ class DeviceDispatcher:
                     f"rank {rank}: gradients are not offered on a device yet; detach topk_weights"
                 )
         if self._validate and exact and num_tokens:  # only where the call waits for the device anyway
-            low, high = (int(end) for end in torch.aminmax(topk_idx))
+            ends = torch.stack(torch.aminmax(topk_idx)).clamp(-(1 << 31), (1 << 31) - 1).to(torch.int32)
+            low, high = self._runtime.read(ends)
             if low < -1 or high >= settings.num_experts:
                 raise InvalidArgument(
                     f"rank {rank}: topk_idx has ids from {low} to {high}: ids must be in [0, {settings.num_experts}), "
@@ -202,27 +203,32 @@ class DeviceDispatcher:
 
     def _counts(self, step: Step, *, exact: bool) -> tuple[int, dict[str, Any]]:
         """How many rows the record shows, and the counts as tensors and, if `exact`, as lists."""
-        tensors = {
+        fixed = step.layout is Layout.EXPERT_SLOTS
+        fields: dict[str, Any] = {
             "num_tokens_per_expert": step.expert_counts,
             "num_padded_tokens_per_expert": step.padded_counts,
             "num_tokens_per_rank": step.rank_counts,
+            "num_tokens_per_expert_list": None,
+            "num_padded_tokens_per_expert_list": None,
+            "num_tokens_per_rank_list": None,
+            "expert_offsets": None if step.layout is Layout.COMPACT else step.offsets,
+            "missing_ranks": (),
         }
-        lists: dict[str, Any] = {f"{name}_list": None for name in tensors}
-        num_rows = self._state.region(step.layout, Rows.of_wire(BF16(), self._settings.hidden), step.alignment).num_rows
-        if step.layout is Layout.EXPERT_SLOTS:
-            num_rows = self._state.num_local_experts * self._engine.num_ranks * self._engine.capacity
+        num_local, room = self._state.num_local_experts, self._engine.num_ranks * self._engine.capacity
+        num_rows = num_local * room if fixed else self._worst_case(step)
         if exact:
-            parts = list(tensors.values())
-            values = torch.cat([*parts, step.num_rows]).tolist()  # waits
-            self._runtime.raise_if_failed()
-            for (name, part), start in zip(tensors.items(), _starts(parts), strict=True):
-                lists[f"{name}_list"] = values[start : start + part.numel()]
-            if step.layout is Layout.COMPACT:
-                num_rows = values[-1]
-            elif step.layout is Layout.EXPERT_MAJOR:
-                num_rows = sum(lists["num_padded_tokens_per_expert_list"])
-        offsets = None if step.layout is Layout.COMPACT else step.offsets
-        return num_rows, {**tensors, **lists, "expert_offsets": offsets, "missing_ranks": ()}
+            values = self._runtime.read(step.counts)
+            padded = [room] * num_local if fixed else values[num_local : 2 * num_local]
+            fields["num_tokens_per_expert_list"] = values[:num_local]
+            fields["num_padded_tokens_per_expert_list"] = padded
+            fields["num_tokens_per_rank_list"] = values[-1 - self._engine.num_ranks : -1]
+            if not fixed:
+                num_rows = values[-1] if step.layout is Layout.COMPACT else sum(padded)
+        return num_rows, fields
+
+    def _worst_case(self, step: Step) -> int:
+        rows = Rows.of_wire(BF16(), self._settings.hidden)
+        return self._state.region(step.layout, rows, step.alignment).num_rows
 
     def _views(
         self, step: Step, places: Places, num_rows: int, dtypes: tuple[torch.dtype, torch.dtype | None],
@@ -422,9 +428,8 @@ def rehearse(device: torch.device) -> None:
     used = (known == row) & (row - counts[known] < counts[known])
     torch.where(used[:, None], meta, -1)
     torch.where((row < counts[:1])[:, None], meta.view(torch.float32), 0.0)
-    torch.cat([counts, counts[:1]]).tolist()
     for ids in (row, counts):
-        torch.aminmax(ids)
+        torch.stack(torch.aminmax(ids)).clamp(-(1 << 31), (1 << 31) - 1).to(torch.int32)
     FP8Block(decode=True).decode_bfloat16(
         meta.view(torch.float8_e4m3fn), torch.zeros(8, 1, device=device), meta.shape[1] * meta.element_size()
     )
@@ -451,11 +456,3 @@ def _kinds(step: Step) -> tuple[object, ...]:
     weights = step.topk_weights
     aligned = None if weights is None else weights.data_ptr() % 16 == 0
     return step.topk_idx.dtype, step.topk_idx.data_ptr() % 16 == 0, aligned
-
-
-def _starts(parts: list[torch.Tensor]) -> list[int]:
-    starts, total = [], 0
-    for part in parts:
-        starts.append(total)
-        total += part.numel()
-    return starts

@@ -48,6 +48,7 @@ def check_rank(
         )  # fmt: skip
         if deferred:
             sent = sent.hook()
+        arrive(device)
         same_dispatch(sent, mine, layout, step)
         rows = sent.x.shape[:-1].numel()
         given = torch.full((rows, HIDDEN), float("nan"), dtype=torch.bfloat16)
@@ -57,9 +58,17 @@ def check_rank(
         if deferred:
             given.fill_(float("nan"))
             back = back.hook()
+        arrive(device)
         assert_equal(back.x.cpu(), summed)
         again = buf.dispatch(xs[rank].to(device), handle=sent.handle, wire=wire)
+        arrive(device)
         same_dispatch(again, mine, layout, step)
+
+
+def arrive(device):
+    """A copy to the host that waits behind a kernel may hold up the copies of the rank that the kernel waits for."""
+    if device != "cpu":
+        torch.cuda.current_stream().synchronize()
 
 
 def same_dispatch(sent, mine, layout, step):

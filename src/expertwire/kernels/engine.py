@@ -19,7 +19,7 @@ import triton
 from expertwire._math import ceil_div
 from expertwire.kernels.combine_recv import combine_gather
 from expertwire.kernels.combine_send import combine_send
-from expertwire.kernels.dispatch_recv import await_rows, copy_rows, give_back, spin
+from expertwire.kernels.dispatch_recv import await_rows, copy_rows, export_values, give_back, spin
 from expertwire.kernels.dispatch_send import dispatch_send
 from expertwire.kernels.dispatch_slots import dispatch_slots
 from expertwire.kernels.place import address_rows, place_experts, place_ranks
@@ -209,6 +209,11 @@ class DeviceEngine:
             self.rank, state.num_local_experts, self.spin_limit, R=self.num_ranks, RANKS=self._ranks, E=self.num_experts,
             LOCAL=self._local, TOTAL=total, num_warps=4,
         )  # fmt: skip
+
+    def export(self, values: torch.Tensor, out: torch.Tensor) -> None:
+        """int32 values to pinned host memory."""
+        size = values.numel()
+        self._launch(export_values, 1, values, out, size=size, SIZE=pow2(size), num_warps=4)
 
     def give_back(self, bank: int) -> None:
         """The bank's rows have been read: peers may write there again."""

@@ -28,6 +28,8 @@ class DeviceRuntime:
         self.closed = False
         self._spins_per_s = spins_per_s or (engine.spins_per_second() if engine.num_ranks > 1 else 1e6)
         self._launched: set[Hashable] = set()
+        self._records = engine.state.mirror.numpy()
+        self._pinned = torch.empty(0, dtype=torch.int32)
         self.timeout_s = timeout_s
 
     @property
@@ -60,13 +62,25 @@ class DeviceRuntime:
             self._launched.add(kind)
         launches()
 
+    def read(self, values: torch.Tensor) -> list[int]:
+        """int32 values of the device, once everything launched before is done. PeerTimeout if a kernel gave up."""
+        size = values.numel()
+        if self._pinned.numel() < size:
+            self._pinned = torch.zeros(size, dtype=torch.int32, pin_memory=values.is_cuda)
+        self.launch(("export", size), lambda: self.engine.export(values, self._pinned))
+        if values.is_cuda:
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record()
+            done.synchronize()
+        self.raise_if_failed()
+        return [int(n) for n in self._pinned[:size].tolist()]
+
     def raise_if_failed(self) -> None:
         """PeerTimeout if a kernel gave up waiting. Looks at host memory only; complete after a synchronisation."""
-        records = self.engine.state.mirror
-        if not bool(records.any()):
+        if not self._records.any():
             return
         missed, phase, spins = [], "dispatch send", 0
-        for peer, (code, wanted, seen, looks) in enumerate(records.tolist()):
+        for peer, (code, wanted, seen, looks) in enumerate(self._records.tolist()):
             if code:
                 missed.append(MissedSignal(peer, unpack(wanted)[0], *unpack(seen), alive=None))
                 phase, spins = PHASES[code], looks

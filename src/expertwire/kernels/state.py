@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -78,7 +79,7 @@ class Bank:
     tickets: torch.Tensor  # int32 [2]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Places:
     """Memory for rows of one kind, in every bank: what a dispatch with this layout and these rows writes into."""
 
@@ -87,17 +88,23 @@ class Places:
     own: list[torch.Tensor]
     bases: list[torch.Tensor]
 
+    @cache  # noqa: B019  # places live as long as their buffer
     def payload(self, bank: int) -> torch.Tensor:
+        """Rows of one bank, uint8 [num_rows, payload_bytes]."""
         size = self.region.num_rows * self.region.payload_bytes
         return self.own[bank][:size].view(self.region.num_rows, self.region.payload_bytes)
 
+    @cache  # noqa: B019
     def sf(self, bank: int) -> torch.Tensor | None:
+        """Their scale factors, uint8 [num_rows, sf_bytes]."""
         if self.region.sf_bytes == 0:
             return None
         size = self.region.num_rows * self.region.sf_bytes
         return self.own[bank][self.region.sf : self.region.sf + size].view(self.region.num_rows, self.region.sf_bytes)
 
+    @cache  # noqa: B019
     def meta(self, bank: int) -> torch.Tensor:
+        """Their routing, int32 [num_rows, meta_words]."""
         size = 4 * self.region.num_rows * self.region.meta_words
         words = self.own[bank][self.region.meta : self.region.meta + size].view(torch.int32)
         return words.view(self.region.num_rows, self.region.meta_words)
@@ -112,6 +119,7 @@ class Step:
     alignment: int
     where: torch.Tensor
     sends_to: torch.Tensor  # [T, min(K, R)] for COMPACT: the places of `where` one after another; else `where` itself
+    counts: torch.Tensor  # what of the following is filled in by this step, in one piece
     expert_counts: torch.Tensor
     padded_counts: torch.Tensor
     offsets: torch.Tensor
@@ -226,6 +234,6 @@ class DeviceState:
         if layout is Layout.EXPERT_SLOTS:
             padded, offsets = self.slot_rooms, self.slot_offsets
         return Step(
-            bank, layout, alignment, where, sends_to, expert_counts, padded, offsets, arriving[:ranks], arriving[ranks:],
+            bank, layout, alignment, where, sends_to, counts, expert_counts, padded, offsets, arriving[:ranks], arriving[ranks:],
             topk_idx, topk_weights,
         )  # fmt: skip
