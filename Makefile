@@ -21,7 +21,9 @@ check: $(READY)
 	$(BIN)/mypy
 
 bench: $(READY)
+	mkdir -p benchmarks/results
 	$(BIN)/expertwire bench --suite standard --json benchmarks/results/cpu.json
+	$(BIN)/expertwire bench --suite scaling --json benchmarks/results/cpu_scaling.json --plot docs/scaling.svg
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -206,13 +206,12 @@ class Dispatcher:
             offsets = torch.from_numpy(placed.offsets.astype(np.int32))
         if received.needs_grad:
             x, topk_weights = self._tie(plan, placed, x, topk_weights)
-        counts = (placed.counts, placed.padded_counts, arrivals.rows_per_peer)
-        names = ("num_tokens_per_expert", "num_padded_tokens_per_expert", "num_tokens_per_rank")
-        on_device = {name: torch.from_numpy(n.astype(np.int32)) for name, n in zip(names, counts, strict=True)}
-        on_host = {
-            f"{name}_list": None if plan.arrangement.fixed_size else n.tolist()
-            for name, n in zip(names, counts, strict=True)
+        counts = {
+            "num_tokens_per_expert": placed.counts,
+            "num_padded_tokens_per_expert": placed.padded_counts,
+            "num_tokens_per_rank": arrivals.rows_per_peer,
         }
+        on_host = not plan.arrangement.fixed_size
         return {
             "x": x,
             "sf": sf,
@@ -221,8 +220,8 @@ class Dispatcher:
             "row_source": row_source,
             "expert_offsets": offsets,
             "missing_ranks": tuple(sorted(self._engine.runtime.masked)),
-            **on_device,
-            **on_host,
+            **{name: torch.from_numpy(n.astype(np.int32)) for name, n in counts.items()},
+            **{f"{name}_list": n.tolist() if on_host else None for name, n in counts.items()},
         }
 
     def _typed(self, plan: _Plan, received: Received) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -291,6 +291,18 @@ def _add_weighted_bf16(total, row, weight):
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
+def _add_four_bf16(total, rows, weights):
+    """Four weighted rows in one pass, added one after the other. A weight of 1 changes no bit."""
+    for h in range(total.size):
+        found = total[h]
+        found += weights[0] * bits_float(np.uint32(rows[0][h]) << np.uint32(16))
+        found += weights[1] * bits_float(np.uint32(rows[1][h]) << np.uint32(16))
+        found += weights[2] * bits_float(np.uint32(rows[2][h]) << np.uint32(16))
+        found += weights[3] * bits_float(np.uint32(rows[3][h]) << np.uint32(16))
+        total[h] = found
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
 def _add_float32(total, row, weight, weighted):
     for h in range(row.size):
         total[h] += weight * row[h] if weighted else row[h]
@@ -304,18 +316,6 @@ def _only_bf16(row, out):
         magnitude = np.uint16(bits & np.uint16(0x7FFF))
         kept = np.uint16(0x7FC0) if magnitude > np.uint16(0x7F80) else bits
         out[h] = np.uint16(0) if magnitude == np.uint16(0) else kept
-
-
-@njit(nogil=True, cache=True)
-def _only_row(operands):
-    """The address of the only row, or 0 if there are none or several."""
-    only = np.int64(0)
-    for address in operands:
-        if address != 0:
-            if only != 0:
-                return np.int64(0)
-            only = address
-    return only
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -340,21 +340,39 @@ def reduce_rows(operands, is_float32, weights, weighted, biases, out, hidden, st
     """
     total = np.empty(_BLOCK, np.float32)
     rounded = np.empty(_BLOCK, np.uint16)
+    slots = np.empty(operands.shape[1], np.int64)
+    ones = (np.float32(1), np.float32(1), np.float32(1), np.float32(1))
     for i in range(out.size):
-        only = np.int64(0) if weighted or is_float32 or biases.shape[0] > 0 else _only_row(operands[i])
+        count = 0
+        for k in range(operands.shape[1]):
+            if operands[i, k] != 0:
+                slots[count] = k
+                count += 1
+        alone = count == 1 and not (weighted or is_float32 or biases.shape[0] > 0)
         for first in range(0, hidden, _BLOCK):
             width = min(_BLOCK, hidden - first)
             part = rounded[:width]
-            if only != 0:
-                _only_bf16(view(only + 2 * first, width, np.uint16), part)
+            if alone:
+                _only_bf16(view(operands[i, slots[0]] + 2 * first, width, np.uint16), part)
             else:
                 total[:] = np.float32(0)
                 for b in range(biases.shape[0]):
                     _add_bf16(total, view(biases[b, i] + 2 * first, width, np.uint16))
-                for k in range(operands.shape[1]):
+                at = 0
+                if not is_float32:
+                    while at + 4 <= count:
+                        a, b, c, d = slots[at], slots[at + 1], slots[at + 2], slots[at + 3]
+                        rows = (
+                            view(operands[i, a] + 2 * first, width, np.uint16),
+                            view(operands[i, b] + 2 * first, width, np.uint16),
+                            view(operands[i, c] + 2 * first, width, np.uint16),
+                            view(operands[i, d] + 2 * first, width, np.uint16),
+                        )
+                        shares = (weights[i, a], weights[i, b], weights[i, c], weights[i, d]) if weighted else ones
+                        _add_four_bf16(total[:width], rows, shares)
+                        at += 4
+                for k in slots[at:count]:
                     address = operands[i, k]
-                    if address == 0:
-                        continue
                     if is_float32:
                         _add_float32(total, view(address + 4 * first, width, np.float32), weights[i, k], weighted)
                     elif weighted:

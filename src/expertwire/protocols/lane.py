@@ -48,13 +48,14 @@ class Lane:
         return _word(f"{self.name}_done", reader, self.bank(epoch))
 
 
-def ring(rank: int, num_ranks: int) -> list[int]:
+@lru_cache(maxsize=1024)
+def ring(rank: int, num_ranks: int) -> tuple[int, ...]:
     """All ranks, beginning with the next one, so that ranks do not all write to the same peer at once.
 
     >>> ring(1, 4)
-    [2, 3, 0, 1]
+    (2, 3, 0, 1)
     """
-    return [(rank + 1 + i) % num_ranks for i in range(num_ranks)]
+    return tuple((rank + 1 + i) % num_ranks for i in range(num_ranks))
 
 
 def send(lane: Lane, rank: int, epoch: int, counts: Sequence[int]) -> Step:
