@@ -190,8 +190,11 @@ class DeviceDispatcher:
                 raise TransportUnavailable(
                     f"rank {rank}: gradients are not offered on a device yet; detach topk_weights"
                 )
-        if self._validate and exact and num_tokens:  # only where the call waits for the device anyway
-            ends = torch.stack(torch.aminmax(topk_idx)).clamp(-(1 << 31), (1 << 31) - 1).to(torch.int32)
+        if self._validate and exact:  # only where the call waits for the device anyway, and then on every rank
+            ids = topk_idx if num_tokens else self._state.home[:1]
+            ends = torch.stack(torch.aminmax(ids)).clamp(-(1 << 31), (1 << 31) - 1).to(torch.int32)
+            if not num_tokens:
+                ends = torch.zeros_like(ends)
             low, high = self._runtime.read(ends)
             if low < -1 or high >= settings.num_experts:
                 raise InvalidArgument(

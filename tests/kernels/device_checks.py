@@ -89,7 +89,7 @@ def same_dispatch(sent, mine, layout, step):
     assert_equal(sent.num_tokens_per_expert.cpu(), mine.num_tokens_per_expert)
     assert_equal(sent.num_tokens_per_rank.cpu(), mine.num_tokens_per_rank)
     got = sent.x.reshape(-1, sent.x.shape[-1])[:num_rows].view(torch.uint8).cpu()
-    assert_equal(got[used], mine.x.reshape(num_rows, -1).view(torch.uint8)[used])
+    assert_equal(got[used], mine.x.reshape(num_rows, mine.x.shape[-1]).view(torch.uint8)[used])
     if mine.sf is not None:
         got = sent.sf.reshape(-1, sent.sf.shape[-1])[:num_rows].cpu()
-        assert_equal(got[used], mine.sf.reshape(num_rows, -1)[used])
+        assert_equal(got[used], mine.sf.reshape(num_rows, mine.sf.shape[-1])[used])

@@ -28,6 +28,21 @@ def _scale_rows(sends_to, row_bases, token, live, nth, sf_at, sf_bytes: tl.const
     return tl.where(place >= 0, base + sf_at + (place & WHERE_ROW) * sf_bytes, 0)
 
 
+@triton.jit
+def _copy_scales(
+    sf_in, sends_to, row_bases, chunk, num_tokens, sf_at, sf_type: tl.constexpr,
+    SENDS: tl.constexpr, ROWS: tl.constexpr, sf_units: tl.constexpr, SF_UNITS: tl.constexpr, sf_unit_bytes: tl.constexpr,
+):  # fmt: skip
+    """Scale factors that came with opaque rows, to all places of ROWS rows."""
+    token = (chunk * ROWS + tl.arange(0, ROWS).to(tl.int64))[:, None]
+    live = token < num_tokens
+    unit = tl.arange(0, SF_UNITS)[None, :]
+    scales = tl.load(sf_in + token * sf_units + unit, mask=live & (unit < sf_units), other=0)
+    for nth in tl.static_range(SENDS):
+        sf = _scale_rows(sends_to, row_bases, token, live, nth, sf_at, sf_units * sf_unit_bytes, SENDS)
+        tl.store(sf.to(tl.pointer_type(sf_type)) + unit, scales, mask=(sf != 0) & (unit < sf_units))
+
+
 @triton.jit(do_not_specialize=["rank", "num_tokens", "spin_limit"])
 def dispatch_send(
     x, sf_in, addresses, sends_to, row_bases, word_bases, epochs, tickets, status, rank, num_tokens, sf_at, spin_limit,
@@ -65,17 +80,15 @@ def dispatch_send(
             if nth + 1 < SENDS:
                 address = tl.load(addresses + token * SENDS + nth + 1, mask=live, other=0)
             tl.store(out[:, None] + column, values, mask=sends[:, None] & inside)
-        if sf_units > 0:
-            if FP8:
-                unit = line % LINES
-            else:
-                token = (chunk * ROWS + tl.arange(0, ROWS).to(tl.int64))[:, None]
-                live = token < num_tokens
-                unit = tl.arange(0, SF_UNITS)[None, :]
-                scales = tl.load(sf_in + token * sf_units + unit, mask=live & (unit < sf_units), other=0)
+        if FP8:
             for nth in tl.static_range(SENDS):
                 sf = _scale_rows(sends_to, row_bases, token, live, nth, sf_at, sf_units * sf_unit_bytes, SENDS)
+                unit = line % LINES
                 tl.store(sf.to(tl.pointer_type(sf_type)) + unit, scales, mask=(sf != 0) & (unit < sf_units))
+        elif sf_units > 0:
+            _copy_scales(
+                sf_in, sends_to, row_bases, chunk, num_tokens, sf_at, sf_type, SENDS, ROWS, sf_units, SF_UNITS, sf_unit_bytes
+            )
     if R > 1:
         epoch = tl.load(epochs) + 1
         if ticket_acq_rel(tickets) == tl.num_programs(0) - 1:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from expertwire.errors import TransportUnavailable
 from expertwire.formats import BF16, FP8Block, WireFormat
 from expertwire.layouts.device_window import DeviceWindow, RowRegion
 from expertwire.layouts.receive import Layout, worst_case_rows
@@ -210,6 +211,11 @@ class DeviceState:
 
     def _memory_for(self, key: tuple[object, ...], rows: Rows, region: RowRegion) -> Places:
         if key not in self._places:
+            if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise TransportUnavailable(
+                    f"rank {self.rank}: this kind of call cannot be captured before it has run once, since its memory "
+                    "must be shared and its kernels compiled: call it once outside of the capture"
+                )
             made = [self.memory.allocate(region.total_bytes) for _ in range(self.num_banks)]
             self._places[key] = Places(rows, region, [own for own, _ in made], [self.int64(a) for _, a in made])
         return self._places[key]
