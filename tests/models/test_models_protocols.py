@@ -39,15 +39,8 @@ SOUND_BARRIER = {
     "host": {"write", "fence", "release"},
     "ptx": {"release"},
 }
-# A rank that refuses does not wait for the rows of that step; they may land on those of the next step in their bank.
-SOUND_REFUSED = {
-    "rc.hw": {"write", "atomic", "imm", "counted", "flush", "read", "tagged"},
-    "srd": {"flush", "read"},
-    "shmem": {"fence", "flush"},
-    "ucx": {"fence", "flush"},
-    "host": {"fence", "release"},
-    "ptx": {"release"},
-} | {name: {"read"} for name in ("rc.spec", "rc.ro", "rc.ro_pcieatomic", "rc.ooo")}
+# Tags vouch for rows that are read, and a rank that refuses a step reads none of its rows.
+SOUND_REFUSED = {name: sound - ({"tagged"} if name != "rc.hw" else set()) for name, sound in SOUND.items()}
 CELLS = list(models.cells(list(profiles.PROFILES.values())))
 
 

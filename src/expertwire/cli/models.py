@@ -4,6 +4,7 @@ dispatch    one lane, each step sent, received and finished; three steps on two 
 deferred    one lane, two steps in flight, as with `defer_receive`
 combine     a dispatch lane and a combine lane, turn by turn
 barrier     three barriers in a row
+refused     one lane, a rank rejects its own arguments in the first step
 masked      dispatch with two ranks that may give up on each other at any wait
 """
 
@@ -17,12 +18,12 @@ from expertwire.errors import InvalidArgument
 from expertwire.ordering import signals
 from expertwire.ordering.explore import Result, explore
 from expertwire.ordering.lowering import Encoding, Settings, cta_threads, network_thread
-from expertwire.ordering.operations import Region, Word
+from expertwire.ordering.operations import Region, Wait, Word
 from expertwire.ordering.profiles import Profile
 from expertwire.ordering.program import Program
 from expertwire.protocols import barrier as barrier_protocol
 from expertwire.protocols import epoch_signal, lane
-from expertwire.protocols.lane import Lane, Step
+from expertwire.protocols.lane import Lane, Step, ring
 
 ENCODING = Encoding(epoch_signal.pack, epoch_signal.unpack)
 Protocol = Callable[[int, int], Step]
@@ -78,11 +79,14 @@ def rows_unless_refused(writer: int, reader: int, epoch: int) -> int:
 
 
 def refused(rank: int, num_ranks: int, steps: int = 3, banks: int = 2) -> Step:
-    """A rank that refuses a step tells so and finishes it without receiving; for the others it is void."""
+    """A rank that refuses a step tells so; for the others it is void. The refusing rank reads none of its rows, but gives
+    its windows back only when all are there, in its next call: a row still under way must not land on a later one."""
     one = Lane("dispatch", banks)
     for epoch in range(1, steps + 1):
         yield from lane.send(one, rank, epoch, [rows_unless_refused(rank, peer, epoch) for peer in range(num_ranks)])
-        if (rank, epoch) != (1, 1):
+        if (rank, epoch) == (1, 1):
+            yield from (Wait(one.ready(epoch, peer), epoch) for peer in ring(rank, num_ranks))
+        else:
             yield from lane.receive(one, rank, epoch, num_ranks)
         yield from lane.finish(one, rank, epoch, num_ranks)
 
@@ -205,14 +209,11 @@ CLAIMS = {
 }
 # Several barriers in a row set one word again before the earlier signal must have landed: they need ordered signals.
 BARRIER_CLAIMS = CLAIMS | {"shmem": ("fence",), "gin.weak": ("atomic",)}
-# A rank that refuses a step does not wait for the rows of that step, which may still be under way when their bank is
-# written again: this needs a network on which writes to one place keep their order.
-REFUSED_CLAIMS = {"rc.hw": ("atomic", "imm"), "host": ("release",), "ptx": ("release",)}
 
 
 def claimed(model: str, mechanism: str, profile: str) -> bool:
     """Whether we rely on this cell."""
-    claims = {"barrier": BARRIER_CLAIMS, "refused": REFUSED_CLAIMS}.get(model, CLAIMS)
+    claims = BARRIER_CLAIMS if model == "barrier" else CLAIMS
     return mechanism in claims.get(profile, ())
 
 
