@@ -79,8 +79,8 @@ def rows_unless_refused(writer: int, reader: int, epoch: int) -> int:
 
 
 def refused(rank: int, num_ranks: int, steps: int = 3, banks: int = 2) -> Step:
-    """A rank that refuses a step tells so; for the others it is void. The refusing rank reads none of its rows, but gives
-    its windows back only when all are there, in its next call: a row still under way must not land on a later one."""
+    """A rank that refuses a step tells so; for the others it is void. The refusing rank reads none of its rows, but
+    gives its windows back only when all are there, in its next call: a row under way must not land on a later one."""
     one = Lane("dispatch", banks)
     for epoch in range(1, steps + 1):
         yield from lane.send(one, rank, epoch, [rows_unless_refused(rank, peer, epoch) for peer in range(num_ranks)])
