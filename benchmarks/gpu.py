@@ -130,7 +130,9 @@ def check_case(shape, layout, wire, *, fused=False, alignment=1, deferred=False,
             return [f"gave up: {ranks.failures()}"]
         for r, mine in enumerate(want):
             bank = number % 2
-            wrong += differences(f"step {number} rank {r}", shape, layout, places[r], bank, made[r], mine, outs[r], summed[r])
+            wrong += differences(
+                f"step {number} rank {r}", shape, layout, places[r], bank, made[r], mine, outs[r], summed[r]
+            )
     return wrong
 
 

@@ -1,6 +1,6 @@
 """Processes that share one GPU through CUDA IPC: COMPACT dispatch and combine with a budget of SMs per process.
 
-    python benchmarks/gpu_processes.py 2 4 --out results.json        under MPS, which this script starts and ends
+python benchmarks/gpu_processes.py 2 4 --out results.json        under MPS, which this script starts and ends
 """
 
 from __future__ import annotations
@@ -38,10 +38,21 @@ def measure(group, tokens, num_sms, check):
     rank, num_ranks = memory.rank, memory.num_ranks
     placement = Placement.contiguous(EXPERTS, num_ranks)
     engine = DeviceEngine(
-        memory, placement, capacity=tokens, hidden=HIDDEN, num_topk=TOPK, num_banks=1, num_sms=num_sms,
-        spin_limit=1 << 22, strict_sms=True,
+        memory,
+        placement,
+        capacity=tokens,
+        hidden=HIDDEN,
+        num_topk=TOPK,
+        num_banks=1,
+        num_sms=num_sms,
+        spin_limit=1 << 22,
+        strict_sms=True,
     )
-    xs = [random_rows(r, tokens, HIDDEN) for r in range(num_ranks)] if check else {rank: random_rows(rank, tokens, HIDDEN)}
+    xs = (
+        [random_rows(r, tokens, HIDDEN) for r in range(num_ranks)]
+        if check
+        else {rank: random_rows(rank, tokens, HIDDEN)}
+    )
     ids = [uniform_routing(50 + r, tokens, TOPK, EXPERTS) for r in range(num_ranks)]
     weights = [random_weights(r, tokens, TOPK) for r in range(num_ranks)]
     x = xs[rank].cuda()
@@ -145,8 +156,17 @@ def main():
             for name in answers[0][0]:
                 slowest = max(times[name][0] for times, _ in answers)
                 fastest = min(times[name][0] for times, _ in answers)
-                results.append({"processes": num_ranks, "tokens": args.tokens, "num_sms": args.num_sms, "case": name,
-                                "slowest_rank_us": slowest, "fastest_rank_us": fastest, "checked": args.check})
+                results.append(
+                    {
+                        "processes": num_ranks,
+                        "tokens": args.tokens,
+                        "num_sms": args.num_sms,
+                        "case": name,
+                        "slowest_rank_us": slowest,
+                        "fastest_rank_us": fastest,
+                        "checked": args.check,
+                    }
+                )
                 print(results[-1], flush=True)
             print("wrong:", wrong[:4], flush=True)
             if args.out:

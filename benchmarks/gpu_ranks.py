@@ -40,9 +40,15 @@ class Ranks:
         self.num_sms = shape.num_sms or sms // shape.num_ranks
         self.engines = ew.World(shape.num_ranks).run(
             lambda rank: DeviceEngine(
-                InprocDevice(rank, self.device), self.placement, capacity=shape.capacity or shape.num_tokens,
-                hidden=shape.hidden, num_topk=shape.num_topk, num_banks=num_banks, num_sms=self.num_sms,
-                spin_limit=SPIN_LIMIT, strict_sms=shape.num_sms > 0,
+                InprocDevice(rank, self.device),
+                self.placement,
+                capacity=shape.capacity or shape.num_tokens,
+                hidden=shape.hidden,
+                num_topk=shape.num_topk,
+                num_banks=num_banks,
+                num_sms=self.num_sms,
+                spin_limit=SPIN_LIMIT,
+                strict_sms=shape.num_sms > 0,
             )
         )
         self.streams = [torch.cuda.Stream() for _ in self.engines]
@@ -59,7 +65,10 @@ class Ranks:
         )
 
     def steps(self, layout, bank=0, alignment=1):
-        return [e.state.step(bank, layout, i, w, alignment) for e, i, w in zip(self.engines, self.ids, self.weights, strict=True)]
+        return [
+            e.state.step(bank, layout, i, w, alignment)
+            for e, i, w in zip(self.engines, self.ids, self.weights, strict=True)
+        ]
 
     def each(self, fn):
         """Fork from the current stream, run fn(rank) on every rank's stream, join."""

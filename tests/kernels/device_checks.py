@@ -43,8 +43,8 @@ def check_rank(
         summed = reference.combine(y, routing, bias=[bias])[rank].x
         mine = want[rank]
         sent = buf.dispatch(
-            xs[rank].to(device), ids[rank].to(device), weights[rank].to(device), layout=layout, wire=wire, counts=counts,
-            zero_copy=zero_copy, defer_receive=deferred, expert_alignment=alignment,
+            xs[rank].to(device), ids[rank].to(device), weights[rank].to(device), layout=layout, wire=wire,
+            counts=counts, zero_copy=zero_copy, defer_receive=deferred, expert_alignment=alignment,
         )  # fmt: skip
         if deferred:
             sent = sent.hook()

@@ -154,7 +154,7 @@ def run(group, case):
         )
         want = reference.dispatch(xs, routing, wire)
         mine, bank = want[rank], number % 2
-        for part in places.own:
+        for part in places._own:
             part[:] = 0xFF if number == 1 else part
         step = engine.state.step(bank, case.layout, ids[rank], weights[rank], case.alignment)
         if case.fused:

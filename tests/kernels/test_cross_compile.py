@@ -26,7 +26,8 @@ WORDS |= dict.fromkeys(["expert_counts", "padded_counts", "offsets", "rank_count
 NUMBERS = {"rank", "num_tokens", "num_blocks", "room", "L", "alignment", "spin_limit", "sf_at", "meta_at"}
 SIZES = {"R": 8, "RANKS": 8, "E": 256, "hidden": 7168, "BLOCK": 128}
 SLOTS = SIZES | {
-    "BINS": 512, "LOCAL": 32, "K": 8, "SLOTS": 8, "TOKENS": 128, "LINES": 64, "PARTS": 1, "UE8M0": False, "RECEIVE": True
+    "BINS": 512, "LOCAL": 32, "K": 8, "SLOTS": 8, "TOKENS": 128, "LINES": 64, "PARTS": 1, "UE8M0": False,
+    "RECEIVE": True,
 }  # fmt: skip
 SEND = SIZES | {
     "sf_in": None, "SENDS": 8, "LINES": 64, "width": 7168, "unit_bytes": 2, "SF_UNITS": 64, "sf_unit_bytes": 4,
@@ -48,7 +49,9 @@ KERNELS = {
     "combine, many tokens": (combine_gather, COMBINE | {"ROWS": 1, "COLUMNS": 8192, "PARTS": 1}, 16),
     "combine, few SMs": (combine_gather, COMBINE | {"SENDS": 2, "ROWS": 4, "COLUMNS": 8192, "PARTS": 1}, 32),
     "plan": (
-        plan_count, PLAN | {"EXPERTS": 256, "EXPERT_BINS": 512, "RANK_BINS": 16, "BLOCKS": 64, "COLUMNS": 256, "LAYOUT": 1}, 16,
+        plan_count, PLAN | {
+            "EXPERTS": 256, "EXPERT_BINS": 512, "RANK_BINS": 16, "BLOCKS": 64, "COLUMNS": 512, "LAYOUT": 1
+        }, 16,
     ),
     "place experts": (
         place_experts, PLAN | {"PARTS": 2, "ENTRIES": 256, "CHUNK": 64, "payload_bytes": 7168}, 8,
@@ -111,10 +114,10 @@ def test_cuda(compiled, tmp_path, name, target):
         assert re.search(r"atom\S*\.(sys\.release|release\.sys)\S*\.exch\.b64", ptx)
         assert re.search(r"atom\S*\.(gpu\.acq_rel|acq_rel\.gpu)\S*\.add", ptx)
     registers, stack = resources(kernel.asm["cubin"], tmp_path)
-    warps = kernel.metadata.num_warps
-    assert registers <= 65536 // (32 * max(warps, 16)), "what a grid that waits counts on"
+    assert registers <= 65536 // (32 * max(kernel.metadata.num_warps, 16)), "what a grid that waits counts on"
     # 32 warps leave 64 registers a thread: a few loop constants of the FP8 kernel spill, and it is still the fastest.
-    assert stack <= (48 if warps == 32 else 0)
+    # The plan adds its blocks up in one table that spills once: in two passes it takes 4 us longer.
+    assert stack <= {"plan": 240, "send fp8, few SMs": 48}.get(name, 0)
 
 
 @pytest.mark.parametrize("name", ["slots bf16", "send bf16", "combine, many tokens"])

@@ -42,8 +42,8 @@ def rank_work(group, layout, wire, options):
     combiner = DeviceCombiner(owner, settings, runtime, steps)
 
     def dispatch(
-        x, topk_idx=None, topk_weights=None, *, handle=None, layout=COMPACT, expert_alignment=1, wire=None, counts="host",
-        defer_receive=False, zero_copy=False,
+        x, topk_idx=None, topk_weights=None, *, handle=None, layout=COMPACT, expert_alignment=1, wire=None,
+        counts="host", defer_receive=False, zero_copy=False,
     ):  # fmt: skip
         assert steps.failure is None
         return dispatcher(

@@ -10,7 +10,6 @@ import pytest
 os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 
 import torch
-
 from device_checks import CAPACITY, COMPACT, EXPERTS, HIDDEN, MAJOR, SLOTS, TOPK, check_rank
 
 import expertwire as ew
@@ -20,7 +19,6 @@ from expertwire.testing import (
     assert_equal,
     random_rows,
     random_weights,
-    repeated_routing,
     run_processes,
     uniform_routing,
     with_holes,

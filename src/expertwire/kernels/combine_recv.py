@@ -1,7 +1,8 @@
 """Combine: gather each token's rows where the experts left them, on whichever rank, and sum.
 
-Tell every peer where the own rows are and that they are ready, wait for the peers' signals, gather, signal "I have read yours", wait for the same from the
-peers: when the launch is over, the expert output may be overwritten. With one rank no word is written.
+Tell every peer where the own rows are and that they are ready, wait for the peers' signals, gather, signal "I have read
+yours", wait for the same from the peers: when the launch is over, the expert output may be overwritten. With one rank
+no word is written.
 
 Orders: the expert output was written by earlier launches of the stream; block 0 publishes it with `exchange_release`
 (sys); every block acquires the peers' words before it reads. DONE is sent by the last block out (ticket, acq_rel).
@@ -14,7 +15,6 @@ and bias 1.0 give 0 + 1 + 0.5 + 6 = 7.5.
 Bytes moved: 2 * hidden for every row gathered, every bias row, and every output row.
 """
 
-# ruff: noqa: ANN001, ANN201, ANN202, N803
 # mypy: ignore-errors
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ Bytes moved: 16 a peer. Worked example, rank 1 of 2: writes its address to entry
 its word COMBINE_READY on both.
 """
 
-# ruff: noqa: ANN001, ANN201, ANN202, N803
 # mypy: ignore-errors
 from __future__ import annotations
 

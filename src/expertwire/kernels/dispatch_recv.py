@@ -8,7 +8,6 @@ Bytes moved by the copy: 2 * (payload + scale factors + routing) per row in use.
 Worked example: groups begin at rows 0 and 8 and hold 3 and 2 rows: rows 0, 1, 2, 8 and 9 are copied.
 """
 
-# ruff: noqa: ANN001, ANN201, ANN202, N803
 # mypy: ignore-errors
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
 """Send half of dispatch along a plan: each token's row, quantised on the way if asked, to all of its final places.
 
 A block takes ROWS whole rows at a time as one tile, so that few blocks keep many loads in flight; a row is loaded (and
-quantised) once, however many places it goes to, and the next tile is loaded meanwhile. The last block out signals; with RECEIVE it then waits for the peers.
+quantised) once, however many places it goes to, and the next tile is loaded meanwhile. The last block out signals; with
+RECEIVE it then waits for the peers.
 
 Orders: rows are plain stores, ordered by the ticket (acq_rel, gpu), published by `exchange_release` (sys).
 
 Bytes moved: T * 2 * hidden read, payload + scale factors written for every place. Worked example: `place`.
 """
 
-# ruff: noqa: ANN001, ANN201, ANN202, N803
 # mypy: ignore-errors
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def _scale_rows(sends_to, row_bases, token, live, nth, sf_at, sf_bytes: tl.const
 @triton.jit
 def _copy_scales(
     sf_in, sends_to, row_bases, chunk, num_tokens, sf_at, sf_type: tl.constexpr,
-    SENDS: tl.constexpr, ROWS: tl.constexpr, sf_units: tl.constexpr, SF_UNITS: tl.constexpr, sf_unit_bytes: tl.constexpr,
+    SENDS: tl.constexpr, ROWS: tl.constexpr, sf_units: tl.constexpr, SF_UNITS: tl.constexpr,
+    sf_unit_bytes: tl.constexpr,
 ):  # fmt: skip
     """Scale factors that came with opaque rows, to all places of ROWS rows."""
     token = (chunk * ROWS + tl.arange(0, ROWS).to(tl.int64))[:, None]
@@ -87,7 +88,18 @@ def dispatch_send(
                 tl.store(sf.to(tl.pointer_type(sf_type)) + unit, scales, mask=(sf != 0) & (unit < sf_units))
         elif sf_units > 0:
             _copy_scales(
-                sf_in, sends_to, row_bases, chunk, num_tokens, sf_at, sf_type, SENDS, ROWS, sf_units, SF_UNITS, sf_unit_bytes
+                sf_in,
+                sends_to,
+                row_bases,
+                chunk,
+                num_tokens,
+                sf_at,
+                sf_type,
+                SENDS,
+                ROWS,
+                sf_units,
+                SF_UNITS,
+                sf_unit_bytes,
             )
     if R > 1:
         epoch = tl.load(epochs) + 1

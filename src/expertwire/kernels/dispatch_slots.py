@@ -13,7 +13,6 @@ a launch must fit on the device beside the other ranks' launches: the caller bou
 Bytes moved: T * (2 * hidden) read, T * K * (payload + scale factors + 12) written. Worked example: `routing`.
 """
 
-# ruff: noqa: ANN001, ANN201, ANN202, N803
 # mypy: ignore-errors
 from __future__ import annotations
 

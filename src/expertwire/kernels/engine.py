@@ -133,7 +133,8 @@ class DeviceEngine:
             self.rank, num_tokens, num_blocks, self.num_ranks * self.capacity, step.alignment, self.spin_limit,
             R=self.num_ranks, RANKS=self._ranks, E=self.num_experts, EXPERTS=experts,
             EXPERT_BINS=pow2(self.num_experts + 1), RANK_BINS=pow2(self.num_ranks + 1), K=self.num_topk, SLOTS=slots,
-            TOKENS=tokens, BLOCKS=blocks, COLUMNS=min(pow2(width), max(16, 32768 // blocks)), LAYOUT=layout, num_warps=16,
+            TOKENS=tokens, BLOCKS=blocks, COLUMNS=min(pow2(width), max(16, 32768 // blocks)), LAYOUT=layout,
+            num_warps=16,
         )  # fmt: skip
         bases, payload_bytes, meta = places.bases[step.bank], places.rows.payload_bytes, places.region.meta
         addresses = self._addresses(step)
@@ -206,8 +207,8 @@ class DeviceEngine:
         self._launch(
             await_rows, 1,
             bank.words, bank.counts, state.own_experts, step.expert_counts, step.rank_counts, bank.epochs, state.status,
-            self.rank, state.num_local_experts, self.spin_limit, R=self.num_ranks, RANKS=self._ranks, E=self.num_experts,
-            LOCAL=self._local, TOTAL=total, num_warps=4,
+            self.rank, state.num_local_experts, self.spin_limit,
+            R=self.num_ranks, RANKS=self._ranks, E=self.num_experts, LOCAL=self._local, TOTAL=total, num_warps=4,
         )  # fmt: skip
 
     def export(self, values: torch.Tensor, out: torch.Tensor) -> None:

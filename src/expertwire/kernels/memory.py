@@ -1,9 +1,9 @@
 """Memory operations of the kernels, one function each, named as in PTX. The only file with inline assembly.
 
-    load_acquire            ld.acquire.sys          words that peers write
-    exchange_release        atom.exch.release.sys   one word per peer; all stores of the block before it are visible first
-    ticket_acq_rel          atom.add.acq_rel.gpu    counts the blocks of one launch; the last one has seen all others' stores
-    wait                    a bounded loop of load_acquire, which leaves a record when it gives up
+    load_acquire      ld.acquire.sys          words that peers write
+    exchange_release  atom.exch.release.sys   a word per peer; what the block stored before is visible first
+    ticket_acq_rel    atom.add.acq_rel.gpu    counts the blocks of a launch; the last one has seen all others' stores
+    wait              a bounded loop of load_acquire, which leaves a record when it gives up
 
 Why this is enough (ids of the litmus table): a block's stores, its barrier, and the ticket at gpu scope make everything
 that any block stored visible to the block that draws the last ticket (P8, P9); its release at sys scope passes that on
@@ -11,11 +11,10 @@ to whoever acquires the word at sys scope (P1), also on another device (P4: both
 one writer only and grows, so the exchange could be a plain release store; the exchange form takes one fence for all
 peers at once.
 
-On CUDA devices `load_acquire` is a load in every thread that wants the word. Elsewhere, and in the interpreter, it is an
-atomic add of zero, which one thread does for all; many waiting blocks queue up behind such adds.
+On CUDA devices `load_acquire` is a load in every thread that wants the word. Elsewhere, and in the interpreter, it is
+an atomic add of zero, which one thread does for all; many waiting blocks queue up behind such adds.
 """
 
-# ruff: noqa: ANN001, ANN201, ANN202, N803
 # mypy: ignore-errors
 from __future__ import annotations
 

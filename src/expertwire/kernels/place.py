@@ -5,7 +5,7 @@ its own block. For experts that last number comes from comparing keys; for ranks
 from a running sum over a [tokens, ranks] table.
 
 Outputs, for K slots and SENDS places a token (SENDS = K, or the number of ranks if COMPACT needs fewer):
-    where [T, K], sends_to [T, SENDS]   rank << 40 | row, -1 = nothing to send; `sends_to` lists places one after another
+    where [T, K], sends_to [T, SENDS]   rank << 40 | row, -1 = nothing to send; `sends_to` lists places side by side
     addresses [T, SENDS]                address of the row's payload, 0 = none
 
 Orders: plain stores; the rows' own signal, sent by a later launch of the stream, vouches for the routing too.
@@ -13,7 +13,6 @@ Bytes moved: 4 * T * K keys, 24 * T * K places, and per row 12 (EXPERT_*) or 4 +
 keys of one block [[5, 7], [7, 5]], first rows 10 (expert 5) and 20 (7): rows [[10, 20], [21, 11]].
 """
 
-# ruff: noqa: ANN001, ANN201, ANN202, N803
 # mypy: ignore-errors
 from __future__ import annotations
 
@@ -66,11 +65,12 @@ def place_experts(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def place_ranks(
-    topk_idx, topk_weights, keys, block_counts, first_rows, home, row_bases, where, sends_to, addresses, num_tokens, meta_at,
+    topk_idx, topk_weights, keys, block_counts, first_rows, home, row_bases, where, sends_to, addresses, num_tokens,
+    meta_at,
     R: tl.constexpr, RANKS: tl.constexpr, E: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr,
     SENDS: tl.constexpr, WEIGHTED: tl.constexpr, payload_bytes: tl.constexpr,
 ):  # fmt: skip
-    """COMPACT: the routing of a row is int32 token, K local expert ids (-1 for experts elsewhere), K float32 weights."""
+    """COMPACT: the routing of a row is int32 token, K local expert ids (-1 = elsewhere), K float32 weights."""
     block = tl.program_id(0)
     token = block * TOKENS + tl.arange(0, TOKENS)
     slot = tl.arange(0, SLOTS)

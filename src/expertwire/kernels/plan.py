@@ -10,7 +10,6 @@ Orders: block counts go through the ticket (acq_rel, gpu), totals to peers throu
 Bytes moved: T * K ids, 4 * T * K for keys, 12 * blocks * (E + R) for counts. Worked example: `routing`.
 """
 
-# ruff: noqa: ANN001, ANN201, ANN202, N803
 # mypy: ignore-errors
 from __future__ import annotations
 

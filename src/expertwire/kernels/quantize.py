@@ -4,7 +4,6 @@ Both divisions are `div_rn`: a plain `/` differs in most scales. `encode_rows` i
 dispatch kernels use `encode_blocks` on rows that they hold in registers.
 """
 
-# ruff: noqa: ANN001, ANN201, ANN202, N803
 # mypy: ignore-errors
 from __future__ import annotations
 

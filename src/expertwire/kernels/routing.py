@@ -13,7 +13,6 @@ Worked example, 2 ranks with experts (0, 1) and (2, 3), seen from rank 1, whose 
     counts [2, 1, 1, 0 | 2, 1]   where = [[0:3, 1:0], [0:8, 0:4]]   (rank:row)
 """
 
-# ruff: noqa: ANN001, ANN201, ANN202, N803
 # mypy: ignore-errors
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -80,35 +79,30 @@ class Bank:
     tickets: torch.Tensor  # int32 [2]
 
 
-@dataclass(frozen=True, eq=False)
 class Places:
     """Memory for rows of one kind, in every bank: what a dispatch with this layout and these rows writes into."""
 
-    rows: Rows
-    region: RowRegion
-    own: list[torch.Tensor]
-    bases: list[torch.Tensor]
+    def __init__(self, rows: Rows, region: RowRegion, own: list[torch.Tensor], bases: list[torch.Tensor]) -> None:
+        self.rows, self.region, self.bases = rows, region, bases
+        self._own = own
+        self._payloads = [self._part(bank, 0, region.payload_bytes) for bank in own]
+        self._sfs = [self._part(bank, region.sf, region.sf_bytes) for bank in own]
+        self._metas = [self._part(bank.view(torch.int32), region.meta // 4, region.meta_words) for bank in own]
 
-    @cache  # noqa: B019  # places live as long as their buffer
+    def _part(self, memory: torch.Tensor, first: int, width: int) -> torch.Tensor:
+        return memory[first : first + self.region.num_rows * width].view(self.region.num_rows, width)
+
     def payload(self, bank: int) -> torch.Tensor:
         """Rows of one bank, uint8 [num_rows, payload_bytes]."""
-        size = self.region.num_rows * self.region.payload_bytes
-        return self.own[bank][:size].view(self.region.num_rows, self.region.payload_bytes)
+        return self._payloads[bank]
 
-    @cache  # noqa: B019
     def sf(self, bank: int) -> torch.Tensor | None:
         """Their scale factors, uint8 [num_rows, sf_bytes]."""
-        if self.region.sf_bytes == 0:
-            return None
-        size = self.region.num_rows * self.region.sf_bytes
-        return self.own[bank][self.region.sf : self.region.sf + size].view(self.region.num_rows, self.region.sf_bytes)
+        return self._sfs[bank] if self.region.sf_bytes else None
 
-    @cache  # noqa: B019
     def meta(self, bank: int) -> torch.Tensor:
         """Their routing, int32 [num_rows, meta_words]."""
-        size = 4 * self.region.num_rows * self.region.meta_words
-        words = self.own[bank][self.region.meta : self.region.meta + size].view(torch.int32)
-        return words.view(self.region.num_rows, self.region.meta_words)
+        return self._metas[bank]
 
 
 @dataclass
@@ -240,6 +234,6 @@ class DeviceState:
         if layout is Layout.EXPERT_SLOTS:
             padded, offsets = self.slot_rooms, self.slot_offsets
         return Step(
-            bank, layout, alignment, where, sends_to, counts, expert_counts, padded, offsets, arriving[:ranks], arriving[ranks:],
-            topk_idx, topk_weights,
+            bank, layout, alignment, where, sends_to, counts, expert_counts, padded, offsets, arriving[:ranks],
+            arriving[ranks:], topk_idx, topk_weights,
         )  # fmt: skip
