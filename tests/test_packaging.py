@@ -42,7 +42,12 @@ def test_wheel_works_without_the_source_tree(wheel, tmp_path):
     subprocess.run(install, check=True, capture_output=True, timeout=120)
     environment = {"PYTHONPATH": str(tmp_path / "site"), "HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
     run = subprocess.run(
-        [sys.executable, "-W", "error", "-c", PROGRAM], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120
+        [sys.executable, "-W", "error", "-c", PROGRAM],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert run.returncode == 0, run.stderr
     assert Path(run.stdout.strip()).is_relative_to(tmp_path)

@@ -1,8 +1,8 @@
 """expertwire: expert-parallel dispatch and combine for Mixture-of-Experts models.
 
-    buf = ew.Buffer(group, num_experts=64, hidden=1024, num_topk=4, num_max_tokens_per_rank=256)
-    sent = buf.dispatch(x, topk_idx, topk_weights, layout=ew.Layout.EXPERT_MAJOR)
-    back = buf.combine(experts(sent.x, sent.num_tokens_per_expert), sent.handle)
+buf = ew.Buffer(group, num_experts=64, hidden=1024, num_topk=4, num_max_tokens_per_rank=256)
+sent = buf.dispatch(x, topk_idx, topk_weights, layout=ew.Layout.EXPERT_MAJOR)
+back = buf.combine(experts(sent.x, sent.num_tokens_per_expert), sent.handle)
 """
 
 from __future__ import annotations

@@ -205,8 +205,8 @@ def covering_cases(seed: int) -> list[Case]:
 
 
 def legal(setup: Setup, case: Case) -> bool:
-    """A buffer that validates refuses repeats where there is no room for them, and any buffer refuses gradients of views
-    that are overwritten before the backward pass."""
+    """A buffer that validates refuses repeats where there is no room for them, and any buffer refuses gradients of
+    views that are overwritten before the backward pass."""
     repeats = setup.interleaved and case.layout == ew.Layout.EXPERT_SLOTS and case.routing == "repeats"
     overwritten = case.mode == "zero_copy" and case.gradients != "none"
     return not (repeats or overwritten)

@@ -162,7 +162,9 @@ def test_expected_rows(engine, per_token, table, counts, missing):
     heard = np.array([True, False, True])
     seen = engine.expected_rows(slot_rank, is_last, per_token, heard, np.full(3, 1000), 10)
     assert (seen[0].tolist(), seen[1].tolist(), seen[2]) == (table, counts, missing)
-    assert engine.expected_rows(np.full((1, 2), -1, np.int32), is_last[:1], per_token, heard, np.full(3, 1000), 10)[2] == 0
+    assert (
+        engine.expected_rows(np.full((1, 2), -1, np.int32), is_last[:1], per_token, heard, np.full(3, 1000), 10)[2] == 0
+    )
 
 
 def by_definition(rows, weights, biases, present):
