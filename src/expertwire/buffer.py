@@ -25,8 +25,9 @@ from expertwire.errors import (
     PeerRefused,
     TransportUnavailable,
 )
-from expertwire.formats import WireFormat
+from expertwire.formats import BF16, WireFormat
 from expertwire.handle import Combined, Dispatched, Handle
+from expertwire.layouts.device_window import device_bytes
 from expertwire.layouts.receive import Layout
 from expertwire.layouts.window import WindowLayout
 from expertwire.steps import Steps
@@ -282,19 +283,44 @@ class Buffer:
         num_max_tokens_per_rank: int,
         max_in_flight: int = 2,
         on_timeout: Literal["raise", "mask"] = "raise",
+        device: str = "cpu",
+        num_experts: int = 1,
+        layout: Layout = Layout.COMPACT,
+        expert_alignment: int = 1,
+        wire: WireFormat | None = None,
     ) -> int:
-        """Bytes of one rank's window on the CPU transports, exactly. Pure: needs no group and no device.
+        """Bytes of one rank's window, exactly. Pure: needs no group and no device.
 
-        Pages of a window that no batch reaches take no memory. "mask" needs more room, since each writer gets its own
-        combine records.
+        On the CPU, pages of a window that no batch reaches take no memory. "mask" needs more room, since each writer
+        gets its own combine records.
+
+        On GPUs rows land where the caller sees them, so memory is taken for the kinds of rows that are dispatched, when
+        they first are: this is the size for one kind, with experts spread evenly. Copies of it are the caller's.
 
         >>> Buffer.size_hint(num_ranks=8, hidden=7168, num_topk=8, num_max_tokens_per_rank=128)
         59523264
+        >>> from expertwire import FP8Block
+        >>> Buffer.size_hint(num_ranks=8, hidden=7168, num_topk=8, num_max_tokens_per_rank=128, max_in_flight=1,
+        ...                  device="cuda", num_experts=256, layout=Layout.EXPERT_SLOTS, wire=FP8Block())
+        242625536
         """
         _check.integer("num_ranks", num_ranks, 1, 1 << 20)
-        _check.shape(1, hidden, num_topk, num_max_tokens_per_rank, max_in_flight)
-        apart = on_timeout == "mask"
-        return WindowLayout(num_ranks, num_max_tokens_per_rank, hidden, num_topk, max_in_flight, apart).total_bytes
+        _check.shape(num_experts, hidden, num_topk, num_max_tokens_per_rank, max_in_flight)
+        if device == "cpu":
+            apart = on_timeout == "mask"
+            return WindowLayout(num_ranks, num_max_tokens_per_rank, hidden, num_topk, max_in_flight, apart).total_bytes
+        wire = wire or BF16()
+        return device_bytes(
+            num_ranks=num_ranks,
+            num_experts=num_experts,
+            capacity=num_max_tokens_per_rank,
+            num_topk=num_topk,
+            num_banks=max_in_flight,
+            layout=Layout(layout),
+            alignment=expert_alignment if layout == Layout.EXPERT_MAJOR else 1,
+            payload_bytes=wire.payload_bytes(hidden),
+            sf_bytes=wire.sf_bytes(hidden),
+        )
 
     def _raise_if_unusable(self) -> None:
         if self._closed:

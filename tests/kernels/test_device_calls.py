@@ -9,6 +9,7 @@ from device_checks import CAPACITY, COMPACT, EXPERTS, HIDDEN, MAJOR, SLOTS, TOPK
 from interpreted import SharedFiles, use_interpreter
 
 from expertwire._check import Settings
+from expertwire.buffer import Buffer
 from expertwire.formats import BF16, FP8Block
 from expertwire.testing import Processes
 from expertwire.topology import Placement
@@ -57,6 +58,13 @@ def rank_work(group, layout, wire, options):
         dispatch=dispatch, combine=combine, rank=memory.rank, num_ranks=memory.num_ranks, settings=settings
     )
     check_rank(buf, layout, wire, steps=2, **options)
+    if not options.get("deferred"):
+        size = Buffer.size_hint(
+            num_ranks=memory.num_ranks, hidden=HIDDEN, num_topk=TOPK, num_max_tokens_per_rank=CAPACITY, device="cuda",
+            num_experts=EXPERTS, layout=layout, expert_alignment=options.get("alignment", 1), wire=wire,
+        )  # fmt: skip
+        inputs = engine.state.inputs(layout, options.get("alignment", 1)).region.total_bytes
+        assert engine.state.total_bytes == size + 2 * inputs
     torch.distributed.barrier(group)
 
 

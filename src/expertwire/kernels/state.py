@@ -9,8 +9,8 @@ import torch
 
 from expertwire.errors import TransportUnavailable
 from expertwire.formats import BF16, FP8Block, WireFormat
-from expertwire.layouts.device_window import DeviceWindow, RowRegion
-from expertwire.layouts.receive import Layout, worst_case_rows
+from expertwire.layouts.device_window import DeviceWindow, RowRegion, row_region
+from expertwire.layouts.receive import Layout
 from expertwire.topology import Placement
 
 
@@ -185,12 +185,10 @@ class DeviceState:
 
     def region(self, layout: Layout, rows: Rows, alignment: int) -> RowRegion:
         """The same on all ranks, also where experts are spread unevenly."""
-        num_rows = worst_case_rows(
-            layout, self.num_ranks, self.capacity, self.num_topk, self.most_local_experts, alignment
-        )
-        return RowRegion(
-            num_rows, rows.payload_bytes, rows.sf_bytes, 1 + 2 * self.num_topk if layout is Layout.COMPACT else 3
-        )
+        return row_region(
+            layout, self.num_ranks, self.capacity, self.num_topk, self.most_local_experts, alignment,
+            rows.payload_bytes, rows.sf_bytes,
+        )  # fmt: skip
 
     def places(self, layout: Layout, rows: Rows, alignment: int = 1) -> Places:
         """Memory for received rows of this kind. Collective when it is first asked for."""

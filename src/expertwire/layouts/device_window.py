@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from expertwire._math import round_up
+from expertwire._math import ceil_div, round_up
+from expertwire.layouts.receive import Layout, worst_case_rows
 
 LINE_BYTES = 64
 REGION_ALIGN = 256
@@ -26,7 +27,7 @@ class DeviceWindow:
     """Offsets of words, counts and sources.
 
     >>> DeviceWindow(num_ranks=8, num_experts=256, num_banks=2).total_bytes
-    22016
+    22528
     """
 
     num_ranks: int
@@ -93,3 +94,29 @@ class RowRegion:
     @property
     def total_bytes(self) -> int:
         return self.meta + round_up(4 * self.num_rows * self.meta_words, REGION_ALIGN)
+
+
+def row_region(
+    layout: Layout, num_ranks: int, capacity: int, num_topk: int, most_local_experts: int, alignment: int,
+    payload_bytes: int, sf_bytes: int,
+) -> RowRegion:  # fmt: skip
+    """Memory for rows of one kind in one bank, the same on all ranks, also where experts are spread unevenly."""
+    num_rows = worst_case_rows(layout, num_ranks, capacity, num_topk, most_local_experts, alignment)
+    return RowRegion(num_rows, payload_bytes, sf_bytes, 1 + 2 * num_topk if layout is Layout.COMPACT else 3)
+
+
+def device_bytes(
+    *, num_ranks: int, num_experts: int, capacity: int, num_topk: int, num_banks: int, layout: Layout, alignment: int,
+    payload_bytes: int, sf_bytes: int,
+) -> int:  # fmt: skip
+    """What a buffer on a device shares with its peers once it has dispatched rows of this kind: window and rows.
+
+    >>> device_bytes(
+    ...     num_ranks=8, num_experts=256, capacity=128, num_topk=8, num_banks=1, layout=Layout.EXPERT_SLOTS,
+    ...     alignment=1, payload_bytes=7168, sf_bytes=224,
+    ... )
+    242625536
+    """
+    local = ceil_div(num_experts, num_ranks)
+    rows = row_region(layout, num_ranks, capacity, num_topk, local, alignment, payload_bytes, sf_bytes)
+    return DeviceWindow(num_ranks, num_experts, num_banks).total_bytes + num_banks * rows.total_bytes
