@@ -1,0 +1,95 @@
+"""The worked examples in the docstrings of the kernels, in the interpreter."""
+
+import importlib.util
+
+import pytest
+import torch
+from interpreted import SharedFiles, use_interpreter
+
+from expertwire.formats import BF16
+from expertwire.layouts.receive import Layout
+from expertwire.testing import Processes
+from expertwire.topology import Placement
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+
+def places(where):
+    return [[f"{int(w) >> 40}:{int(w) & (1 << 40) - 1}" if w >= 0 else "-" for w in row] for row in where]
+
+
+def routing_example(group):
+    """`where` of rank 1 and the counts that it sent, fused and planned."""
+    use_interpreter()
+    from expertwire.kernels.engine import DeviceEngine, Rows
+
+    memory = SharedFiles(group)
+    placement, slots = Placement.contiguous(4, 2), Layout.EXPERT_SLOTS
+    engine = DeviceEngine(
+        memory, placement, capacity=4, hidden=16, num_topk=2, num_banks=2, num_sms=3, spin_limit=1 << 16
+    )
+    rows = engine.state.places(slots, Rows.of_wire(BF16(), 16))
+    ids = torch.tensor([[[0, -1], [0, -1], [0, -1]], [[0, 2], [1, 0], [-1, -1]]][memory.rank])
+    x, found = torch.zeros(3, 16, dtype=torch.bfloat16), []
+    for bank in range(2):
+        step = engine.state.step(bank, slots, ids, None)
+        if bank == 0:
+            engine.dispatch_fused(x, step, rows, receive=True)
+        else:
+            engine.send(x, None, engine.plan(step, rows), step, rows, receive=True)
+        window = engine.state.window
+        counts = engine.state._own[window.counts(bank) :].view(torch.int32)[: 2 * window.counts_row]
+        found.append((places(step.where), counts.view(2, -1)[memory.rank].tolist()))
+    return found
+
+
+def small_examples(group):
+    use_interpreter()
+    from expertwire.kernels.combine_recv import combine_gather
+    from expertwire.kernels.dispatch_recv import copy_rows
+    from expertwire.kernels.place import place_experts
+
+    def ints(*values, dtype=torch.int32):
+        return torch.tensor(values, dtype=dtype)
+
+    where, addresses = torch.empty(2, 2, dtype=torch.int64), torch.empty(2, 2, dtype=torch.int64)
+    first_rows, memory = torch.zeros(9, dtype=torch.int32), torch.zeros(4096, dtype=torch.uint8)
+    first_rows[5], first_rows[7] = 10, 20
+    place_experts[(1,)](
+        ints(5, 7, 7, 5), torch.zeros(9, dtype=torch.int32), first_rows, torch.zeros(8, dtype=torch.int32),
+        ints(memory.data_ptr(), dtype=torch.int64), where, addresses, 2, 0, 1024,
+        R=1, E=8, K=2, TOKENS=2, PARTS=1, ENTRIES=4, CHUNK=4, payload_bytes=16,
+    )  # fmt: skip
+    source, out = torch.arange(1, 17, dtype=torch.int32)[:, None].contiguous(), torch.zeros(16, 1, dtype=torch.int32)
+    copy_rows[(2,)](source, out, ints(3, 2), ints(0, 8), 8, GROUPS=2, ROWS=2, UNITS=1, units=1)
+    y, total = torch.tensor([[1.0], [3.0]]).bfloat16(), torch.zeros(1, 1, dtype=torch.bfloat16)
+    none = ints(0, 0, dtype=torch.int64)
+    combine_gather[(1,)](
+        y, none, ints(0, 1, dtype=torch.int64)[None], torch.tensor([[0.5, 2.0]]), torch.ones(1, 1).bfloat16(), None,
+        total, none, none, ints(0, 0), none, none, 0, 1, 1,
+        R=1, RANKS=1, SENDS=2, ROWS=1, COLUMNS=1, PARTS=1, hidden=1, WEIGHTED=True, NUM_BIASES=1, EXCHANGE=False,
+        PUBLISH=True, FINISH=False,
+    )  # fmt: skip
+    return where.tolist(), (addresses - memory.data_ptr()).tolist(), out.nonzero()[:, 0].tolist(), float(total)
+
+
+@pytest.fixture(scope="module")
+def processes():
+    with Processes(2) as crew:
+        yield crew
+
+
+def test_routing(processes):
+    _, of_rank_1 = processes.run(routing_example)
+    for where, counts in of_rank_1:
+        assert where == [["0:3", "1:0"], ["0:8", "0:4"], ["-", "-"]]
+        assert counts[:4] == [2, 1, 1, 0]
+        assert counts[5] == 1  # a peer needs only the number of its own rows
+
+
+def test_place_copy_and_combine(processes):
+    ((where, addresses, copied, total),) = processes.run(small_examples, num_ranks=1)
+    assert where == [[10, 20], [21, 11]]
+    assert addresses == [[160, 320], [336, 176]]
+    assert copied == [0, 1, 2, 8, 9]
+    assert total == 7.5
