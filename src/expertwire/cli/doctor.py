@@ -171,12 +171,15 @@ def _gpu() -> list[Finding]:
         return []
     import torch
 
-    remedy = "this version of expertwire runs on CPUs; GPU kernels come with a later one"
+    from expertwire.world import device_unavailable
+
     if not torch.cuda.is_available():
-        return [Finding("gpu", "no", "torch sees none", remedy)]
-    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    triton = _version("triton")
-    return [Finding("gpu", "warn", f"{', '.join(names)}; triton {triton or 'not installed'}", remedy)]
+        return [Finding("device cuda", "no", "torch sees no GPU", "nothing to do where there is none; see docs/gpu.md")]
+    names = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+    reason = device_unavailable("cuda")
+    if reason:
+        return [Finding("device cuda", "no", f"{names}, but {reason.partition(':')[0]}", reason.partition(": ")[2])]
+    return [Finding("device cuda", "ok", f"{names}; CUDA {torch.version.cuda}, triton {_version('triton')}")]
 
 
 def _mpi() -> list[Finding]:
