@@ -39,7 +39,7 @@ class Case:
     fused: bool = False
     deferred: bool = False
     routing: str = "holes"
-    steps: int = 3
+    steps: int = 2
 
     def __str__(self):
         kind = "fused" if self.fused else "planned"
