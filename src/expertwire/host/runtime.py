@@ -32,7 +32,7 @@ from expertwire.protocols.lane import Step
 
 _GUARD = 0xA5
 _POISON = 0xFF
-_FIRST_PATIENCE = (200, 200, 10)
+_FIRST_PATIENCE = (200, 4000, 10)
 _PATIENCE = (0, 0, 100)
 # More than a rank's share of a last-level cache: such rows have left it before anybody reads them.
 _STREAM_FROM_BYTES = 4 << 20
