@@ -6,6 +6,7 @@ writes is decided by the caller of the half, `dispatch.py` or `combine.py` of th
 
 from __future__ import annotations
 
+import os
 import struct
 import time
 from collections.abc import Callable, Sequence
@@ -33,6 +34,7 @@ from expertwire.protocols.lane import Step
 _GUARD = 0xA5
 _POISON = 0xFF
 _FIRST_PATIENCE = (200, 4000, 10)
+_CROWDED_PATIENCE = (100, 200, 10)  # more ranks than cores: the awaited rank may need this core
 _PATIENCE = (0, 0, 100)
 # More than a rank's share of a last-level cache: such rows have left it before anybody reads them.
 _STREAM_FROM_BYTES = 4 << 20
@@ -104,6 +106,8 @@ class HostRuntime:
         self.debug_poison = debug_poison
         self.masked: set[int] = set()
         self._places: dict[Word, int] = {}
+        crowded = self.num_ranks > len(os.sched_getaffinity(0))
+        self._first_patience = _CROWDED_PATIENCE if crowded else _FIRST_PATIENCE
         self.closed = False
         self.wait_s = np.zeros(self.num_ranks)
         self.base = [window.ctypes.data for window in transport.windows]
@@ -220,7 +224,7 @@ class HostRuntime:
         if peer in self.masked:
             return None
         wanted, began = pack(epoch, REFUSED), self.clock()
-        seen = self.watch(word, wanted, _FIRST_PATIENCE)
+        seen = self.watch(word, wanted, self._first_patience)
         while seen < wanted:
             self.transport.raise_if_aborted()
             lost = self.has_left(peer)
