@@ -23,8 +23,8 @@ from expertwire.ordering.events import Event, Kind, Numbering, Posted, events_of
 from expertwire.ordering.transitions import MODIFY, bits
 from expertwire.ordering.verbs import Action, Arrival, Completion, Loc, OrderPuts, Post, Queue, Quiet, Send, Write
 from expertwire.ordering.words import event_words
-from expertwire.transports.base import Bootstrap, Transport
-from expertwire.transports.inproc import Rank
+from expertwire.transports.base import Bootstrap
+from expertwire.transports.inproc import Inproc
 from expertwire.transports.schedule import Turns
 
 Bytes = NDArray[np.uint8]
@@ -292,32 +292,21 @@ def usable_signals(profile: str) -> list[str]:
     return [n for n, m in signals.MECHANISMS.items() if m.suits(contract) and m.reader not in _UNSUPPORTED]
 
 
-class FabricTransport(Transport):
-    """One rank's end of a Fabric: `windows` holds the own window and staging copies of the others."""
+class FabricTransport(Inproc):
+    """One rank's end of a Fabric: threads as in `Inproc`, but `windows` holds the own window and staging copies of the
+    others."""
 
     name = "fabric"
     mechanism = "simulated: the World's `signal`"
     profile = "the World's `fabric`"
 
     def __init__(self, bootstrap: Bootstrap, window_bytes: int) -> None:
-        assert isinstance(bootstrap, Rank)
-        self.rank, self.num_ranks = bootstrap.rank, bootstrap.num_ranks
-        self._crew = bootstrap.crew
-        assert isinstance(bootstrap.crew.fabric, Fabric)
-        self._fabric = bootstrap.crew.fabric
-        real = bootstrap.all_gather(np.zeros(window_bytes, np.uint8))
-        self._fabric.windows = real
-        self.windows = [w if r == self.rank else np.zeros(window_bytes, np.uint8) for r, w in enumerate(real)]
-
-    @classmethod
-    def unavailable(cls) -> str | None:
-        return None
-
-    def alive(self, peer: int) -> bool | None:
-        return self._crew.running[peer]
-
-    def raise_if_aborted(self) -> None:
-        self._crew.raise_if_aborted(self.rank)
+        super().__init__(bootstrap, window_bytes)
+        assert isinstance(self._crew.fabric, Fabric)
+        self._fabric = self._crew.fabric
+        self._fabric.windows = self.windows
+        own = self.windows[self.rank]
+        self.windows = [w if w is own else np.zeros(window_bytes, np.uint8) for w in self.windows]
 
     def put_signal(self, peer: int, segments: Segments, word: int, value: int) -> None:
         self._fabric.put_signal(self.rank, peer, self.windows[peer], segments, word, value)
