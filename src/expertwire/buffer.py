@@ -66,7 +66,9 @@ class Buffer:
     device                    "cpu", or "cuda" for the current GPU (docs/gpu.md says what is not offered there yet)
     transport                 "auto", "inproc" (ranks of a World), "shm" or, on GPUs, "cuda_ipc" (processes of one host)
     placement                 expert -> rank, default `Placement.contiguous`
-    max_in_flight             handles that may be between dispatch and combine at once
+    max_in_flight             handles that may be between dispatch and combine at once. Windows are used in turn: a
+                              dispatch that is held (not received, or zero-copy views not given back) holds up the
+                              `max_in_flight`-th dispatch after it, with InFlightError
     timeout_s, on_timeout     longest wait for peers, None = for ever; then "raise" PeerTimeout, or "mask" them: skip
                               them from then on. A peer whose process has ended is noticed at once
     validate                  check that ids are in range (and distinct for EXPERT_SLOTS)
