@@ -1,6 +1,7 @@
 """Every example runs and says ok, and is short."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -52,3 +53,14 @@ def test_torchrun_example_says_how_to_start_it():
     done = subprocess.run([sys.executable, EXAMPLES / "02_torchrun.py"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
     assert "torchrun --nproc-per-node" in done.stderr
+
+
+def test_the_program_of_the_readme_runs(tmp_path):
+    (program,) = re.findall(r"```python\n(.*?)```", (EXAMPLES.parent / "README.md").read_text(), re.DOTALL)
+    alone = program.replace(
+        'dist.init_process_group("gloo")',
+        f'dist.init_process_group("gloo", init_method="file://{tmp_path}/meet", rank=0, world_size=1)',
+    )
+    assert alone != program
+    check = "\nassert back.x.shape == (512, 1024)\ndist.destroy_process_group()\n"
+    _run(sys.executable, "-W", "error", "-c", alone + check)
