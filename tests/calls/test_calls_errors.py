@@ -5,23 +5,12 @@ import weakref
 
 import pytest
 import torch
+from small_buffer import make
 
 import expertwire as ew
 from expertwire.testing import payload, round_robin
 
 COMPACT, EXPERT_MAJOR, EXPERT_SLOTS = ew.Layout
-
-
-def make(rank, **options):
-    options = {
-        "num_experts": 8,
-        "hidden": 64,
-        "num_topk": 2,
-        "num_max_tokens_per_rank": 8,
-        "timeout_s": 30.0,
-        **options,
-    }
-    return ew.Buffer(rank, **options)
 
 
 def inputs(buf):

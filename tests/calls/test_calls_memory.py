@@ -4,6 +4,7 @@ import gc
 
 import pytest
 import torch
+from small_buffer import make
 
 import expertwire as ew
 from expertwire.host.pool import Pool
@@ -11,18 +12,6 @@ from expertwire.layouts.window import GUARD_BYTES, LINE_BYTES, PURPOSES, WindowL
 from expertwire.testing import payload, round_robin
 
 COMPACT, EXPERT_MAJOR, EXPERT_SLOTS = ew.Layout
-
-
-def make(rank, **options):
-    options = {
-        "num_experts": 8,
-        "hidden": 64,
-        "num_topk": 2,
-        "num_max_tokens_per_rank": 8,
-        "timeout_s": 30.0,
-        **options,
-    }
-    return ew.Buffer(rank, **options)
 
 
 def inputs(buf, num_tokens=6):

@@ -1,7 +1,7 @@
 """bfloat16 to e4m3 with a scale factor per block, bit-identical to `formats.fp8`, whose docstring has the arithmetic.
 
-Both divisions are `div_rn`: a plain `/` differs in most scales. `encode_rows` is the kernel for whole tensors; the
-dispatch kernels use `encode_blocks` on rows that they hold in registers.
+Both divisions are `div_rn`: a plain `/` differs in most scales. The dispatch kernels encode rows that they hold in
+registers.
 """
 
 # mypy: ignore-errors
@@ -65,27 +65,3 @@ def store_scales(
         tl.store(sf.to(tl.pointer_type(tl.uint8)) + line, scales.to(tl.uint8), mask=line < padded)
     else:
         tl.store(sf.to(tl.pointer_type(tl.int32)) + line, scales, mask=line < num_blocks)
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def encode_rows(
-    x,
-    payload,
-    sf,
-    num_rows,
-    sf_bytes,
-    hidden: tl.constexpr,
-    LINES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    UE8M0: tl.constexpr,
-):
-    """x [num_rows, hidden] bfloat16 -> payload [num_rows, hidden] e4m3, sf [num_rows, sf_bytes / 4].
-
-    A program per row. Bytes moved: 3 * hidden + sf_bytes per row.
-    """
-    for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
-        at = row.to(tl.int64) * hidden
-        values, columns, mask = load_blocks(x + at, 0, hidden, LINES, BLOCK)
-        codes, scales = encode_blocks(values, UE8M0)
-        tl.store(payload + at + columns, codes, mask=mask)
-        store_scales((sf.to(tl.int64) + row.to(tl.int64) * sf_bytes), 0, scales, hidden, LINES, BLOCK, UE8M0)

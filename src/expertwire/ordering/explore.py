@@ -54,10 +54,6 @@ class Result:
     missing: tuple[str, ...]
     outcomes: frozenset[tuple[tuple[str, Answer], ...]] = frozenset()
 
-    @property
-    def states_per_second(self) -> float:
-        return self.states / self.seconds if self.seconds else 0.0
-
 
 def explore(
     program: Program,

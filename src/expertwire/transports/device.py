@@ -9,11 +9,9 @@ import torch
 from expertwire.transports.base import Bootstrap
 
 
-class InprocDevice:
-    """Ranks as threads of one process on one device: every address is everybody's."""
+class _SharedDevice:
+    """What both kinds have: memory is kept until `close`, and values travel by the group."""
 
-    name = "inproc"
-    any_address = True
     mechanism = "stores, block barrier, release at sys scope; ld.acquire.sys"
     profile = "ptx"
 
@@ -21,6 +19,19 @@ class InprocDevice:
         self.rank, self.num_ranks, self.device = group.rank, group.num_ranks, device
         self._group = group
         self._kept: list[Any] = []
+
+    def all_gather(self, value: object) -> list[Any]:
+        return self._group.all_gather(value)
+
+    def close(self) -> None:
+        self._kept = []
+
+
+class InprocDevice(_SharedDevice):
+    """Ranks as threads of one process on one device: every address is everybody's."""
+
+    name = "inproc"
+    any_address = True
 
     def allocate(self, num_bytes: int) -> tuple[torch.Tensor, list[int]]:
         own = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
@@ -30,25 +41,12 @@ class InprocDevice:
         self._kept.append(everyone)
         return own, [t.data_ptr() for t in everyone]
 
-    def all_gather(self, value: object) -> list[Any]:
-        return self._group.all_gather(value)
 
-    def close(self) -> None:
-        self._kept = []
-
-
-class CudaIpc:
+class CudaIpc(_SharedDevice):
     """Processes of one host, on one device or on devices with peer access: memory mapped through CUDA IPC."""
 
     name = "cuda_ipc"
     any_address = False
-    mechanism = "stores, block barrier, release at sys scope; ld.acquire.sys"
-    profile = "ptx"
-
-    def __init__(self, group: Bootstrap, device: torch.device) -> None:
-        self.rank, self.num_ranks, self.device = group.rank, group.num_ranks, device
-        self._group = group
-        self._kept: list[Any] = []
 
     def allocate(self, num_bytes: int) -> tuple[torch.Tensor, list[int]]:
         from torch.multiprocessing.reductions import reduce_tensor
@@ -62,9 +60,3 @@ class CudaIpc:
         self._group.all_gather(None)  # nobody frees before everybody has mapped
         self._kept.append(everyone)
         return own, [t.data_ptr() for t in everyone]
-
-    def all_gather(self, value: object) -> list[Any]:
-        return self._group.all_gather(value)
-
-    def close(self) -> None:
-        self._kept = []
