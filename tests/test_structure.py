@@ -35,6 +35,7 @@ LAYERS = [
             "combine",
             "config",
             "device_calls",
+            "device_combine",
             "dispatch",
             "event",
             "handle",
