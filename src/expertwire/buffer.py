@@ -64,7 +64,8 @@ class Buffer:
     hidden                    width of a row; a multiple of 8
     num_max_tokens_per_rank   capacity: the most tokens that a rank may dispatch at once
     device                    "cpu", or "cuda" for the current GPU (docs/gpu.md says what is not offered there yet)
-    transport                 "auto", "inproc" (ranks of a World), "shm" or, on GPUs, "cuda_ipc" (processes of one host)
+    transport                 "auto", "inproc" (ranks of a World), "shm" (processes of one host); on GPUs processes
+                              have "cuda_ipc" (the default) or "symm_mem" (a GPU for each rank)
     placement                 expert -> rank, default `Placement.contiguous`
     max_in_flight             handles that may be between dispatch and combine at once. Windows are used in turn: a
                               dispatch that is held (not received, or zero-copy views not given back) holds up the

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+import torch
 
 from expertwire.errors import InvalidArgument, TransportUnavailable
 from expertwire.host import kernels
@@ -12,6 +15,7 @@ from expertwire.host.runtime import HostRuntime
 from expertwire.layouts.window import WindowLayout
 from expertwire.protocols.barrier import barrier
 from expertwire.topology import Placement
+from expertwire.transports import gpus
 from expertwire.transports.base import Bootstrap, Transport
 from expertwire.transports.fabric import FabricTransport
 from expertwire.transports.inproc import Inproc, Rank
@@ -19,9 +23,10 @@ from expertwire.transports.shm import Shm
 
 if TYPE_CHECKING:
     from expertwire.kernels.runtime import DeviceRuntime
+    from expertwire.kernels.state import DeviceMemory
 
 TRANSPORTS: dict[str, type[Transport]] = {"inproc": Inproc, "shm": Shm, "fabric": FabricTransport}
-DEVICE_TRANSPORTS = ("inproc", "cuda_ipc")
+DEVICE_TRANSPORTS = ("inproc", "cuda_ipc", "symm_mem")
 ENGINES = ("auto", "numba", "torch", "triton")
 
 
@@ -46,19 +51,27 @@ def transport_name(requested: str, group: Bootstrap) -> str:
 
 
 def device_transport_name(requested: str, group: Bootstrap) -> str:
-    """The transport between ranks on GPUs that `requested` means for this group."""
-    fitting = "inproc" if isinstance(group, Rank) else "cuda_ipc"
-    if requested == "symm_mem":
-        raise TransportUnavailable("transport='symm_mem' is not offered yet; use 'cuda_ipc' for processes of one host")
+    """The transport between ranks on GPUs that `requested` means for this group: "auto" is "inproc" for the ranks of a
+    World and "cuda_ipc" for processes, which also joins GPUs with peer access."""
+    if requested == "nvshmem":
+        raise TransportUnavailable(
+            "transport='nvshmem' does not exist yet: no kernel here puts through NVSHMEM, so nothing joins GPUs of "
+            "different machines; within one NVLink domain use 'symm_mem', within one host 'cuda_ipc'"
+        )
     if requested != "auto" and requested not in DEVICE_TRANSPORTS:
         names = ", ".join(map(repr, DEVICE_TRANSPORTS))
         raise InvalidArgument(f"on a GPU, transport must be 'auto' or one of {names}, got {requested!r}")
-    if requested not in ("auto", fitting):
-        have = "threads of one ew.World" if isinstance(group, Rank) else "processes"
+    threads = isinstance(group, Rank)
+    fitting = ("inproc",) if threads else ("cuda_ipc", "symm_mem")
+    if requested not in ("auto", *fitting):
+        have, use = "threads of one ew.World" if threads else "processes", " or ".join(map(repr, fitting))
         raise TransportUnavailable(
-            f"transport={requested!r} does not fit this group, whose ranks are {have}; use 'auto'"
+            f"transport={requested!r} does not fit this group, whose ranks are {have}; use {use}"
         )
-    return fitting
+    reason = gpus.symm_mem_missing() if requested == "symm_mem" else None
+    if reason:
+        raise TransportUnavailable(f"transport 'symm_mem' does not work here: {reason}")
+    return fitting[0] if requested == "auto" else requested
 
 
 def device_runtime(
@@ -66,24 +79,36 @@ def device_runtime(
     num_banks: int, timeout_s: float | None, num_sms: int | None,
 ) -> DeviceRuntime:  # fmt: skip
     """Windows on the GPUs of all ranks, and the kernels that work on them. Collective."""
-    import torch
-
     from expertwire.kernels.engine import DeviceEngine
     from expertwire.kernels.runtime import DeviceRuntime
-    from expertwire.transports.device import CudaIpc, InprocDevice
 
     here = torch.device(device)
     here = torch.device("cuda", torch.cuda.current_device() if here.index is None else here.index)
-    facts = torch.cuda.get_device_properties(here)
-    beside = group.all_gather(str(facts.uuid)).count(str(facts.uuid))  # ranks that share this GPU
-    memory = (InprocDevice if transport == "inproc" else CudaIpc)(group, here)
+    seats: list[gpus.Seat] = group.all_gather(gpus.seat(here))
+    memory = device_memory(group, transport, here, seats)
+    seat = seats[group.rank]
+    beside = sum(other.uuid == seat.uuid for other in seats)  # ranks that share this GPU
     engine = DeviceEngine(
         memory, placement, capacity=capacity, hidden=hidden, num_topk=num_topk, num_banks=num_banks, spin_limit=1,
-        num_sms=num_sms or max(1, facts.multi_processor_count // beside), strict_sms=num_sms is not None,
+        num_sms=num_sms or max(1, seat.num_sms // beside), strict_sms=num_sms is not None,
     )  # fmt: skip
     runtime = DeviceRuntime(engine, memory, timeout_s)
     group.all_gather(None)
     return runtime
+
+
+def device_memory(
+    group: Bootstrap, transport: str, device: torch.device, seats: Sequence[gpus.Seat]
+) -> DeviceMemory:  # fmt: skip
+    """Memory of this transport, of which nothing is taken yet; raises on all ranks where it cannot join their GPUs."""
+    from expertwire.transports.device import CudaIpc, InprocDevice, SymmMem
+
+    problem = gpus.PROBLEMS[transport](seats) if transport in gpus.PROBLEMS else None
+    if problem:
+        raise TransportUnavailable(f"rank {group.rank}: transport {transport!r} does not work here: {problem}")
+    if transport == "symm_mem":
+        return SymmMem(group, device)  # type: ignore[arg-type]  # a group of processes, as its name was checked
+    return (InprocDevice if transport == "inproc" else CudaIpc)(group, device)
 
 
 def host_engine(

@@ -132,7 +132,7 @@ class _ProcessGroup:
     def __init__(self, group: Any) -> None:
         import torch.distributed as dist
 
-        self._group = group
+        self.process_group = group
         self.rank = dist.get_rank(group)
         self.num_ranks = dist.get_world_size(group)
 
@@ -140,7 +140,7 @@ class _ProcessGroup:
         import torch.distributed as dist
 
         values: list[Any] = [None] * self.num_ranks
-        dist.all_gather_object(values, value, group=self._group)
+        dist.all_gather_object(values, value, group=self.process_group)
         return values
 
 

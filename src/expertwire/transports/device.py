@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+import os
+from typing import Any, Protocol
 
 import torch
 
+from expertwire.errors import TransportUnavailable
 from expertwire.transports.base import Bootstrap
 
 
+class ProcessBootstrap(Bootstrap, Protocol):
+    """A group whose ranks are processes."""
+
+    @property
+    def process_group(self) -> Any:
+        """The torch.distributed group that it is made of."""
+        ...
+
+
 class _SharedDevice:
-    """What both kinds have: memory is kept until `close`, and values travel by the group."""
+    """What all kinds have: memory is kept until `close`, and values travel by the group."""
 
     mechanism = "stores, block barrier, release at sys scope; ld.acquire.sys"
     profile = "ptx"
@@ -54,9 +66,54 @@ class CudaIpc(_SharedDevice):
         own = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
         torch.cuda.current_stream(self.device).synchronize()
         recipes = self._group.all_gather(reduce_tensor(own))  # type: ignore[no-untyped-call]
-        everyone = []
-        for peer, (rebuild, arguments) in enumerate(recipes):
-            everyone.append(own if peer == self.rank else rebuild(*arguments))
+        everyone = [own if peer == self.rank else self._map(*recipe) for peer, recipe in enumerate(recipes)]
         self._group.all_gather(None)  # nobody frees before everybody has mapped
         self._kept.append(everyone)
         return own, [t.data_ptr() for t in everyone]
+
+    def _map(self, rebuild: Any, arguments: tuple[Any, ...]) -> torch.Tensor:
+        """A peer's tensor, mapped for this rank's GPU: CUDA gives access to the device that opens a handle, not to
+        others, and a peer's index may mean another GPU here. The peer has waited for its stream: no event is needed."""
+        call = inspect.signature(rebuild).bind(*arguments)
+        call.arguments |= {"storage_device": self.device.index, "event_sync_required": False}
+        mapped: torch.Tensor = rebuild(*call.args, **call.kwargs)
+        return mapped
+
+
+class SymmMem(_SharedDevice):
+    """Processes with one GPU each, in one NVLink domain: torch symmetric memory, by plain peer addresses.
+
+    NVLink multicast is switched off in this process (TORCH_SYMM_MEM_DISABLE_MULTICAST=1): torch would otherwise create
+    a multicast object for every piece of memory, and the kernels use none.
+    """
+
+    name = "symm_mem"
+    any_address = False
+
+    def __init__(self, group: ProcessBootstrap, device: torch.device) -> None:
+        from torch.distributed import _symmetric_memory
+
+        super().__init__(group, device)
+        self._process_group = group.process_group
+        os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+        try:
+            _symmetric_memory.set_backend("CUDA")
+        except RuntimeError as error:
+            used = _symmetric_memory.get_backend(device)
+            raise TransportUnavailable(
+                f"rank {self.rank}: transport='symm_mem' needs the backend 'CUDA' of torch's symmetric memory, but "
+                f"this process already uses {used!r} ({error}); unset TORCH_SYMMMEM, or use 'cuda_ipc'"
+            ) from error
+
+    def allocate(self, num_bytes: int) -> tuple[torch.Tensor, list[int]]:
+        from torch._C._distributed_c10d import _SymmetricMemory
+        from torch.distributed import _symmetric_memory
+
+        # Not `_symmetric_memory.empty`, which takes blocks from a pool: a rank that is given a block of a buffer it has
+        # closed does not meet peers that get a new one.
+        own = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, self.device)
+        own.zero_()
+        torch.cuda.current_stream(self.device).synchronize()
+        shared = _symmetric_memory.rendezvous(own, self._process_group)  # ends when everybody has mapped
+        self._kept.append((own, shared))
+        return own, [int(address) for address in shared.buffer_ptrs]
