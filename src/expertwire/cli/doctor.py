@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -11,25 +10,16 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Annotated, Literal
+from dataclasses import asdict
+from typing import Annotated
 
 import typer
 
-State = Literal["ok", "warn", "no"]
+from expertwire.cli.finding import Finding, installed, numbers
+
 _STYLE = {"ok": "green", "warn": "yellow", "no": "red"}
 _PACKAGES = {"torch": "2.10", "numpy": "1.26", "typer": "0.15", "rich": "13.7"}
 _GIB = 1 << 30
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of the report; `remedy` is empty where there is nothing to do."""
-
-    topic: str
-    state: State
-    detail: str
-    remedy: str = ""
 
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False) -> None:
@@ -53,14 +43,14 @@ def _versions() -> list[Finding]:
     import expertwire
 
     found = [Finding("expertwire", "ok", expertwire.__version__)]
-    python = platform.python_version()
+    python = platform.pythoninstalled()
     old = sys.version_info < (3, 11)
     found.append(Finding("python", "no" if old else "ok", python, "use Python 3.11 or newer" if old else ""))
     for name, least in _PACKAGES.items():
-        version = _version(name)
+        version = installed(name)
         if version is None:
             found.append(Finding(name, "no", "not installed", f"pip install '{name}>={least}'"))
-        elif _numbers(version) < _numbers(least):
+        elif numbers(version) < numbers(least):
             found.append(Finding(name, "warn", f"{version} is older than {least}", f"pip install '{name}>={least}'"))
         else:
             found.append(Finding(name, "ok", version))
@@ -76,7 +66,7 @@ def _engines() -> list[Finding]:
         found.append(Finding("engine numba", "no", "not installed", "pip install 'expertwire[cpu]'"))
         found.append(Finding("engine torch", "warn", "in place of numba: the same bits, several times slower"))
     else:
-        found.append(Finding("engine numba", "ok", f"numba {_version('numba')}, llvmlite {_version('llvmlite')}"))
+        found.append(Finding("engine numba", "ok", f"numba {installed('numba')}, llvmlite {installed('llvmlite')}"))
         found.append(Finding("engine torch", "ok", "engine='torch' for comparison"))
         found.append(_kernel_cache())
     return found
@@ -167,24 +157,16 @@ def _memory() -> tuple[int, int | None]:
 
 
 def _gpu() -> list[Finding]:
-    if _version("torch") is None:
+    if installed("torch") is None:
         return []
-    import torch
+    from expertwire.cli import doctor_gpu
 
-    from expertwire.world import device_unavailable
-
-    if not torch.cuda.is_available():
-        return [Finding("device cuda", "no", "torch sees no GPU", "nothing to do where there is none; see docs/gpu.md")]
-    names = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
-    reason = device_unavailable("cuda")
-    if reason:
-        return [Finding("device cuda", "no", f"{names}, but {reason.partition(':')[0]}", reason.partition(": ")[2])]
-    return [Finding("device cuda", "ok", f"{names}; CUDA {torch.version.cuda}, triton {_version('triton')}")]
+    return doctor_gpu.findings(doctor_gpu.look())
 
 
 def _mpi() -> list[Finding]:
     if importlib.util.find_spec("mpi4py") and mpiexec():
-        return [Finding("mpi", "ok", f"mpi4py {_version('mpi4py')}, {mpiexec()}: a line of comparison in bench")]
+        return [Finding("mpi", "ok", f"mpi4py {installed('mpi4py')}, {mpiexec()}: a line of comparison in bench")]
     remedy = "pip install 'expertwire[mpi]' for a line of comparison in bench; nothing else needs it"
     return [Finding("mpi", "no", "mpi4py or mpiexec is missing", remedy)]
 
@@ -193,23 +175,6 @@ def mpiexec() -> str | None:
     """The launcher beside this Python, or on the path."""
     beside = os.path.join(os.path.dirname(sys.executable), "mpiexec")
     return beside if os.access(beside, os.X_OK) else shutil.which("mpiexec")
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """The leading numbers: "2.13.0+cpu" -> (2, 13, 0)."""
-    numbers = []
-    for part in version.split("+")[0].split("."):
-        if not part.isdigit():
-            break
-        numbers.append(int(part))
-    return tuple(numbers)
 
 
 def _show(findings: list[Finding]) -> None:
