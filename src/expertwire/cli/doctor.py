@@ -43,7 +43,7 @@ def _versions() -> list[Finding]:
     import expertwire
 
     found = [Finding("expertwire", "ok", expertwire.__version__)]
-    python = platform.pythoninstalled()
+    python = platform.python_version()
     old = sys.version_info < (3, 11)
     found.append(Finding("python", "no" if old else "ok", python, "use Python 3.11 or newer" if old else ""))
     for name, least in _PACKAGES.items():
