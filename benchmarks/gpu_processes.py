@@ -60,9 +60,9 @@ def measure(group, tokens, num_sms, check):
     found, wrong = {}, []
 
     def timed(name, fn):
-        engine.compiling = True
+        engine.launch.compiling = True
         fn()
-        engine.compiling = False
+        engine.launch.compiling = False
         dist.barrier(group)
         fn()
         torch.cuda.synchronize()

@@ -83,11 +83,11 @@ class Ranks:
     def compile(self, *fns):
         """Compile and load what fns launch, before any launch that waits for another rank."""
         for engine in self.engines:
-            engine.compiling = True
+            engine.launch.compiling = True
         for fn in fns:
             self.each(fn)
         for engine in self.engines:
-            engine.compiling = False
+            engine.launch.compiling = False
 
     def failures(self):
         torch.cuda.synchronize()

@@ -92,7 +92,7 @@ def __getattr__(name: str) -> Any:
     """Names are resolved when they are first used, so that the import loads neither torch nor a kernel compiler."""
     if name not in _HOME_OF:
         raise AttributeError(f"module 'expertwire' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME_OF[name]), name)
+    return globals().setdefault(name, getattr(importlib.import_module(_HOME_OF[name]), name))
 
 
 def __dir__() -> list[str]:

@@ -66,6 +66,12 @@ def shape(num_experts: Any, hidden: Any, num_topk: Any, num_max_tokens_per_rank:
 _device = lru_cache(torch.device)
 
 
+def _fits(shape: torch.Size, dims: tuple[int | None, ...]) -> bool:
+    if shape == dims:
+        return True
+    return len(shape) == len(dims) and all(d is None or d == n for d, n in zip(dims, shape, strict=True))
+
+
 def tensor(
     rank: int,
     name: str,
@@ -87,7 +93,7 @@ def tensor(
         raise InvalidArgument(f"{where} must be on the buffer's device {device!r}, got {str(value.device)!r}")
     if value.layout is not torch.strided:
         raise InvalidArgument(f"{where} must be a dense tensor, got {value.layout}")
-    if value.ndim != len(dims) or any(d is not None and d != n for d, n in zip(dims, value.shape, strict=True)):
+    if not _fits(value.shape, dims):
         raise InvalidArgument(f"{where} must have shape {meaning}, got {list(value.shape)}")
     if not value.is_contiguous():
         raise InvalidArgument(f"{where} must be contiguous, got strides {value.stride()}; pass {name}.contiguous()")
@@ -103,8 +109,10 @@ def tokens(rank: int, name: str, num_tokens: int, capacity: int) -> None:
 
 
 def dispatch_options(rank: int, layout: object, expert_alignment: object, counts: object, wire: object) -> None:
-    choice(f"rank {rank}: layout", layout, tuple(Layout))
-    choice(f"rank {rank}: counts", counts, ("host", "device"))
+    if not isinstance(layout, Layout):
+        choice(f"rank {rank}: layout", layout, tuple(Layout))
+    if counts not in ("host", "device"):
+        choice(f"rank {rank}: counts", counts, ("host", "device"))
     integer(f"rank {rank}: expert_alignment", expert_alignment, 1, 1 << 20)
     if wire is not None and not isinstance(wire, (BF16, FP8Block)):
         raise InvalidArgument(f"rank {rank}: wire must be None, ew.BF16() or ew.FP8Block(...), got {wire!r}")

@@ -114,7 +114,7 @@ class DeviceDispatcher:
             else:
                 addresses = engine.repeat_plan(step, places) if cached else engine.plan(step, places)
                 engine.send(payload, sf, addresses, step, places, receive=not defer_receive)
-            if defer_receive and engine.compiling:
+            if defer_receive and engine.launch.compiling:
                 engine.await_rows(step, total=fused)
 
         self._runtime.launch((step.layout, rows, step.alignment, fused, cached, defer_receive, *_kinds(step)), send)
@@ -237,8 +237,9 @@ class DeviceDispatcher:
         self, step: Step, places: Places, num_rows: int, dtypes: tuple[torch.dtype, torch.dtype | None],
         wire: WireFormat | None, *, owned: bool,
     ) -> dict[str, Any]:  # fmt: skip
-        payload, sf = places.payload(step.bank)[:num_rows], places.sf(step.bank)
-        sf = None if sf is None else sf[:num_rows]
+        payload, sf = places.payload(step.bank), places.sf(step.bank)
+        if num_rows < places.region.num_rows:
+            payload, sf = payload[:num_rows], None if sf is None else sf[:num_rows]
         if owned:
             payload, sf = self._copy(step, payload), None if sf is None else self._copy(step, sf)
         x = payload.view(dtypes[0])

@@ -69,7 +69,7 @@ class DeviceCombiner:
                 self._stage(y, staged, step)
             if late:
                 engine.publish(staged, inputs, step)
-            if not late or engine.compiling:
+            if not late or engine.launch.compiling:
                 gather()
 
         def gather() -> None:

@@ -121,6 +121,7 @@ def test_graph_with_changing_inputs():
     ew.World(1, device="cuda").run(rank_work)
 
 
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
 def test_capture_before_the_first_call_is_refused():
     def rank_work(rank):
         with buffer(rank) as buf:

@@ -44,7 +44,7 @@ def _copy_scales(
         tl.store(sf.to(tl.pointer_type(sf_type)) + unit, scales, mask=(sf != 0) & (unit < sf_units))
 
 
-@triton.jit(do_not_specialize=["rank", "num_tokens", "spin_limit"])
+@triton.jit(do_not_specialize=["rank", "num_tokens", "sf_at", "spin_limit"])
 def dispatch_send(
     x, sf_in, addresses, sends_to, row_bases, word_bases, epochs, tickets, status, rank, num_tokens, sf_at, spin_limit,
     R: tl.constexpr, RANKS: tl.constexpr, SENDS: tl.constexpr, ROWS: tl.constexpr, LINES: tl.constexpr,

@@ -87,15 +87,15 @@ def total_counts(
     tl.store(rank_counts + R, tl.sum(rows, axis=0))
 
 
-@triton.jit(do_not_specialize=["rank", "num_tokens", "spin_limit", "room", "L"])
+@triton.jit(do_not_specialize=["rank", "num_tokens", "spin_limit", "room", "L", "sf_at", "meta_at"])
 def dispatch_slots(
     x, topk_idx, where, expert_counts, rank_counts,
     word_bases, count_bases, row_bases, home, own_experts, epochs, tickets, status,
-    rank, num_tokens, room, L, spin_limit,
+    rank, num_tokens, room, L, spin_limit, sf_at, meta_at,
     R: tl.constexpr, RANKS: tl.constexpr, E: tl.constexpr, BINS: tl.constexpr, LOCAL: tl.constexpr,
     K: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr,
     hidden: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
-    FP8: tl.constexpr, UE8M0: tl.constexpr, sf_bytes: tl.constexpr, sf_at, meta_at, RECEIVE: tl.constexpr,
+    FP8: tl.constexpr, UE8M0: tl.constexpr, sf_bytes: tl.constexpr, RECEIVE: tl.constexpr,
 ):  # fmt: skip
     """x [T, hidden] bfloat16, topk_idx [T, K]; writes `where` [T, K], the peers' rows, and with RECEIVE the counts.
 

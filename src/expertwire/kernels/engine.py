@@ -11,10 +11,7 @@ kernel that moves rows takes one block per SM of the budget.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-import triton
 
 from expertwire._math import ceil_div
 from expertwire.kernels.combine_recv import combine_gather
@@ -22,6 +19,7 @@ from expertwire.kernels.combine_send import combine_send
 from expertwire.kernels.dispatch_recv import await_rows, copy_rows, export_values, give_back, spin
 from expertwire.kernels.dispatch_send import dispatch_send
 from expertwire.kernels.dispatch_slots import dispatch_slots
+from expertwire.kernels.launch import Launcher
 from expertwire.kernels.place import address_rows, place_experts, place_ranks
 from expertwire.kernels.plan import COMPACT, EXPERT_MAJOR, EXPERT_SLOTS, plan_count
 from expertwire.kernels.state import DeviceMemory, DeviceState, Places, Rows, Step
@@ -37,12 +35,12 @@ FUSED_COMPARISONS = 1 << 16  # TOKENS * SLOTS * SLOTS that one block of `dispatc
 
 
 def pow2(value: int) -> int:
-    return int(triton.next_power_of_2(max(value, 1)))
+    """The smallest power of two that is not less."""
+    return 1 << (value - 1).bit_length() if value > 1 else 1
 
 
 class DeviceEngine:
-    """One rank's kernels. While `compiling` is set, launches compile and load only: no rank must compile while another
-    rank waits for it."""
+    """One rank's kernels."""
 
     def __init__(
         self, memory: DeviceMemory, placement: Placement, *, capacity: int, hidden: int, num_topk: int, num_banks: int,
@@ -54,17 +52,11 @@ class DeviceEngine:
         self.rank, self.num_ranks, self.num_experts = memory.rank, memory.num_ranks, placement.num_experts
         self.capacity, self.hidden, self.num_topk = capacity, hidden, num_topk
         self.num_sms, self.strict_sms, self.spin_limit = num_sms, strict_sms, spin_limit
-        self.compiling = False
+        self.launch = Launcher()
         on_cuda = memory.device.type == "cuda" and torch.version.hip is None
         self._bounded = {"maxnreg": 128} if on_cuda else {}  # what `_resident` counts on
         self._ranks, self._slots = pow2(self.num_ranks), pow2(num_topk)
         self._local = pow2(self.state.most_local_experts)
-
-    def _launch(self, kernel: Any, grid: int, *args: Any, **options: Any) -> None:
-        if self.compiling:
-            kernel.warmup(*args, grid=(grid,), **options)._init_handles()
-        else:
-            kernel[(grid,)](*args, **options)
 
     def _resident(self, warps: int) -> int:
         return self.num_sms * (1 if self.strict_sms else max(1, 16 // warps))
@@ -93,17 +85,17 @@ class DeviceEngine:
         grid = num_tokens * parts + self.num_ranks
         if self.num_ranks > 1:
             grid = min(grid, self._resident(warps))
-        self._launch(
+        self.launch(
             dispatch_slots, max(grid, self.num_ranks + 1),
             x, step.topk_idx, step.where, step.expert_counts, step.rank_counts,
             bank.words, bank.counts, places.bases[step.bank], state.home, state.own_experts,
             bank.epochs, bank.tickets, state.status,
             self.rank, num_tokens, self.num_ranks * self.capacity, state.num_local_experts, self.spin_limit,
+            places.region.sf, places.region.meta,
             R=self.num_ranks, RANKS=self._ranks, E=self.num_experts, BINS=pow2(self.num_experts + 1),
             LOCAL=self._local, K=self.num_topk, SLOTS=self._slots,
             TOKENS=pow2(self.capacity), hidden=self.hidden, LINES=lines, BLOCK=rows.block, PARTS=parts,
-            FP8=rows.fp8, UE8M0=rows.ue8m0, sf_bytes=rows.sf_bytes, sf_at=places.region.sf, meta_at=places.region.meta,
-            RECEIVE=receive, num_warps=warps, **self._bounded,
+            FP8=rows.fp8, UE8M0=rows.ue8m0, sf_bytes=rows.sf_bytes, RECEIVE=receive, num_warps=warps, **self._bounded,
         )  # fmt: skip
 
     def plan(self, step: Step, places: Places) -> torch.Tensor:
@@ -124,7 +116,7 @@ class DeviceEngine:
         keys = state.scratch("keys", torch.int32, self.capacity * self.num_topk)
         block_counts = state.scratch("block_counts", torch.int32, ceil_div(self.capacity, tokens) * width)
         first_rows = state.scratch("first_rows", torch.int32, width)
-        self._launch(
+        self.launch(
             plan_count, num_blocks,
             step.topk_idx, keys, block_counts, state.scratch("totals", torch.int32, width), first_rows,
             state.scratch("sums", torch.int32, experts),
@@ -139,7 +131,7 @@ class DeviceEngine:
         bases, payload_bytes, meta = places.bases[step.bank], places.rows.payload_bytes, places.region.meta
         addresses = self._addresses(step)
         if compact:
-            self._launch(
+            self.launch(
                 place_ranks, num_blocks,
                 step.topk_idx, weights, keys, block_counts, first_rows, state.home, bases, step.where, step.sends_to,
                 addresses, num_tokens, meta,
@@ -149,7 +141,7 @@ class DeviceEngine:
             return addresses
         parts = 2 if tokens % 2 == 0 else 1
         entries = pow2(tokens // parts * self.num_topk)
-        self._launch(
+        self.launch(
             place_experts, num_blocks * parts,
             keys, block_counts, first_rows, state.home, bases, step.where, addresses, num_tokens, self.rank, meta,
             R=self.num_ranks, E=self.num_experts, K=self.num_topk, TOKENS=tokens, PARTS=parts, ENTRIES=entries,
@@ -163,7 +155,7 @@ class DeviceEngine:
     def repeat_plan(self, step: Step, places: Places) -> torch.Tensor:
         """The addresses of an earlier plan, in the bank of this step."""
         bank, count, addresses = self.state.banks[step.bank], step.sends_to.numel(), self._addresses(step)
-        self._launch(
+        self.launch(
             address_rows, max(1, ceil_div(count, 4096)),
             step.sends_to, places.bases[step.bank], addresses, bank.words, bank.epochs, self.state.status,
             count, self.rank, self.spin_limit,
@@ -189,7 +181,7 @@ class DeviceEngine:
             many = min(many, 2)
         most = 32 if self.strict_sms and rows.fp8 else 16
         grid = min(max(1, ceil_div(num_tokens, many)), self.num_sms * (1 if self.strict_sms else 4))
-        self._launch(
+        self.launch(
             dispatch_send, grid,
             x, sf, addresses, step.sends_to, places.bases[step.bank], bank.words, bank.epochs, bank.tickets,
             self.state.status, self.rank, num_tokens, places.region.sf, self.spin_limit,
@@ -204,7 +196,7 @@ class DeviceEngine:
         if self.num_ranks == 1:
             return
         state, bank = self.state, self.state.banks[step.bank]
-        self._launch(
+        self.launch(
             await_rows, 1,
             bank.words, bank.counts, state.own_experts, step.expert_counts, step.rank_counts, bank.epochs, state.status,
             self.rank, state.num_local_experts, self.spin_limit,
@@ -214,13 +206,13 @@ class DeviceEngine:
     def export(self, values: torch.Tensor, out: torch.Tensor) -> None:
         """int32 values to pinned host memory."""
         size = values.numel()
-        self._launch(export_values, 1, values, out, size=size, SIZE=pow2(size), num_warps=4)
+        self.launch(export_values, 1, values, out, size=size, SIZE=pow2(size), num_warps=4)
 
     def give_back(self, bank: int) -> None:
         """The bank's rows have been read: peers may write there again."""
         if self.num_ranks > 1:
             words, epochs = self.state.banks[bank].words, self.state.banks[bank].epochs
-            self._launch(give_back, 1, words, epochs, self.rank, R=self.num_ranks, RANKS=self._ranks, num_warps=1)
+            self.launch(give_back, 1, words, epochs, self.rank, R=self.num_ranks, RANKS=self._ranks, num_warps=1)
 
     def copy_rows(
         self, source: torch.Tensor, out: torch.Tensor, counts: torch.Tensor, offsets: torch.Tensor, group_rows: int
@@ -231,7 +223,7 @@ class DeviceEngine:
         units, groups = source.shape[1], counts.numel()
         many = max(1, min(8, 16384 // pow2(units)))
         grid = min(self.num_sms, groups * ceil_div(group_rows, many))
-        self._launch(
+        self.launch(
             copy_rows, max(grid, 1), source, out, counts, offsets, group_rows,
             GROUPS=groups, ROWS=many, UNITS=pow2(units), units=units,
             num_warps=max(4, min(32, pow2(many * units // 512))),
@@ -243,7 +235,7 @@ class DeviceEngine:
         """Send half of combine. `inputs` is the shared memory that y lies in, None if peers can read y anywhere."""
         if self.num_ranks > 1:
             bank = self.state.banks[step.bank]
-            self._launch(
+            self.launch(
                 combine_send, 1, y, bank.sources if inputs is None else inputs.bases[step.bank], bank.words,
                 bank.epochs[1:], self.rank, R=self.num_ranks, RANKS=self._ranks, EXCHANGE=inputs is None, num_warps=1,
             )  # fmt: skip
@@ -270,7 +262,7 @@ class DeviceEngine:
         units = max(1, ceil_div(num_tokens, many) * parts)
         grid = min(units, self._resident(warps)) if self.num_ranks > 1 or self.strict_sms else units
         two = (*biases, None, None)[:2]
-        self._launch(
+        self.launch(
             combine_gather, grid,
             y, bank.sources if inputs is None else inputs.bases[step.bank],
             step.where if weighted else step.sends_to, step.topk_weights if weighted else None, *two, out,
@@ -292,8 +284,8 @@ class DeviceEngine:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             records.zero_()
             start.record()
-            spin[(1,)](
-                self.state.banks[0].words, records[4:], looks, R=self.num_ranks, RANKS=self._ranks, num_warps=4
+            self.launch(
+                spin, 1, self.state.banks[0].words, records[4:], looks, R=self.num_ranks, RANKS=self._ranks, num_warps=4
             )  # fmt: skip
             end.record()
             end.synchronize()

@@ -22,7 +22,7 @@ import triton.language as tl
 from expertwire.kernels.routing import DONE, HOME_LOCAL, HOME_RANK, WHERE_RANK, WHERE_ROW, await_peers, load_block
 
 
-@triton.jit(do_not_specialize=["num_tokens", "rank"])
+@triton.jit(do_not_specialize=["num_tokens", "rank", "meta_at"])
 def place_experts(
     keys, block_counts, first_rows, home, row_bases, where, addresses, num_tokens, rank, meta_at,
     R: tl.constexpr, E: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr,
@@ -63,7 +63,7 @@ def place_experts(
     tl.store(meta + 2, entry % K, mask=sends)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "meta_at"])
 def place_ranks(
     topk_idx, topk_weights, keys, block_counts, first_rows, home, row_bases, where, sends_to, addresses, num_tokens,
     meta_at,

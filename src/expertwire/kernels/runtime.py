@@ -29,6 +29,7 @@ class DeviceRuntime:
         self._spins_per_s = spins_per_s or (engine.spins_per_second() if engine.num_ranks > 1 else 1e6)
         self._launched: set[Hashable] = set()
         self._records = engine.state.mirror.numpy()
+        self._clean = self._records.tobytes()
         self._pinned = torch.empty(0, dtype=torch.int32)
         self.timeout_s = timeout_s
 
@@ -52,11 +53,11 @@ class DeviceRuntime:
                     f"rank {self.engine.rank}: this kind of call cannot be captured before it has run once, since its "
                     "kernels must be compiled and its memory shared: call it once outside of the capture"
                 )
-            self.engine.compiling = True
+            self.engine.launch.compiling = True
             try:
                 launches()
             finally:
-                self.engine.compiling = False
+                self.engine.launch.compiling = False
             if self.engine.num_ranks > 1:
                 self.memory.all_gather(None)
             self._launched.add(kind)
@@ -77,7 +78,7 @@ class DeviceRuntime:
 
     def raise_if_failed(self) -> None:
         """PeerTimeout if a kernel gave up waiting. Looks at host memory only; complete after a synchronisation."""
-        if not self._records.any():
+        if self._records.tobytes() == self._clean:
             return
         missed, phase, spins = [], "dispatch send", 0
         for peer, (code, wanted, seen, looks) in enumerate(self._records.tolist()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -55,9 +56,7 @@ class Rows:
     @classmethod
     def of_wire(cls, wire: WireFormat, hidden: int) -> Rows:
         if isinstance(wire, FP8Block):
-            ue8m0 = wire.scale == "ue8m0"
-            units = wire.sf_bytes(hidden) if ue8m0 else wire.sf_bytes(hidden) // 4
-            return cls(hidden, 2, units, 1 if ue8m0 else 4, True, ue8m0, wire.block)
+            return _fp8_rows(wire, hidden)
         assert isinstance(wire, BF16)
         return cls(hidden, 2, 0, 4)
 
@@ -66,6 +65,13 @@ class Rows:
         unit = next(u for u in (4, 2, 1) if payload_bytes % u == 0)
         sf_unit = 4 if sf_bytes % 4 == 0 else 1
         return cls(payload_bytes // unit, unit, sf_bytes // sf_unit, sf_unit)
+
+
+@lru_cache(maxsize=64)
+def _fp8_rows(wire: FP8Block, hidden: int) -> Rows:
+    ue8m0 = wire.scale == "ue8m0"
+    units = wire.sf_bytes(hidden) if ue8m0 else wire.sf_bytes(hidden) // 4
+    return Rows(hidden, 2, units, 1 if ue8m0 else 4, True, ue8m0, wire.block)
 
 
 @dataclass(frozen=True)
@@ -192,8 +198,11 @@ class DeviceState:
 
     def places(self, layout: Layout, rows: Rows, alignment: int = 1) -> Places:
         """Memory for received rows of this kind. Collective when it is first asked for."""
-        key = (layout, rows, alignment if layout is Layout.EXPERT_MAJOR else 1)
-        return self._memory_for(key, rows, self.region(layout, rows, key[2]))
+        alignment = alignment if layout is Layout.EXPERT_MAJOR else 1
+        found = self._places.get((layout, rows, alignment))
+        if found is None:
+            found = self._memory_for((layout, rows, alignment), rows, self.region(layout, rows, alignment))
+        return found
 
     def inputs(self, layout: Layout, alignment: int = 1) -> Places:
         """Memory for the experts' output, where peers read it: bfloat16 rows. Collective when it is first asked for."""
@@ -228,10 +237,12 @@ class DeviceState:
         if layout is Layout.COMPACT:
             sends_to = self.empty(torch.int64, num_tokens, min(ranks, self.num_topk))
         counts = self.empty(torch.int32, 3 * num_local + 2 + ranks)
-        expert_counts, padded, offsets, arriving = torch.split(counts, [num_local, num_local, num_local + 1, ranks + 1])
+        expert_counts, padded, offsets, rank_counts, num_rows = torch.split_with_sizes(
+            counts, (num_local, num_local, num_local + 1, ranks, 1)
+        )
         if layout is Layout.EXPERT_SLOTS:
             padded, offsets = self.slot_rooms, self.slot_offsets
         return Step(
-            bank, layout, alignment, where, sends_to, counts, expert_counts, padded, offsets, arriving[:ranks],
-            arriving[ranks:], topk_idx, topk_weights,
+            bank, layout, alignment, where, sends_to, counts, expert_counts, padded, offsets, rank_counts,
+            num_rows, topk_idx, topk_weights,
         )  # fmt: skip

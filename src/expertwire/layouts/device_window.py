@@ -13,6 +13,7 @@ them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from expertwire._math import ceil_div, round_up
 from expertwire.layouts.receive import Layout, worst_case_rows
@@ -69,7 +70,7 @@ class DeviceWindow:
         return self.sources(0) + self.num_banks * round_up(8 * self.num_ranks, REGION_ALIGN)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RowRegion:
     """Rows at their final places: payload [num_rows, payload_bytes], then scale factors, then `meta_words` int32 a row.
 
@@ -83,11 +84,11 @@ class RowRegion:
     sf_bytes: int
     meta_words: int
 
-    @property
+    @cached_property
     def sf(self) -> int:
         return round_up(self.num_rows * self.payload_bytes, REGION_ALIGN)
 
-    @property
+    @cached_property
     def meta(self) -> int:
         return self.sf + round_up(self.num_rows * self.sf_bytes, REGION_ALIGN)
 
