@@ -114,8 +114,8 @@ def check_case(shape, layout, wire, *, fused=False, alignment=1, deferred=False,
             if fused:
                 engine.dispatch_fused(ranks.xs[r], step, places[r], receive=not deferred)
             else:
-                addresses = engine.plan(step, places[r])
-                engine.send(ranks.xs[r], None, addresses, step, places[r], receive=not deferred)
+                plan = engine.plan(step, places[r])
+                engine.send(ranks.xs[r], None, plan, step, places[r], receive=not deferred)
             if deferred:
                 engine.await_rows(step, total=fused)
 
@@ -291,8 +291,8 @@ def compact_case(num_ranks, wire):
 
     def dispatch(r):
         engine = ranks.engines[r]
-        addresses = engine.plan(made[r], places[r])
-        engine.send(ranks.xs[r], None, addresses, made[r], places[r], receive=True)
+        plan = engine.plan(made[r], places[r])
+        engine.send(ranks.xs[r], None, plan, made[r], places[r], receive=True)
         engine.give_back(0)
 
     ranks.compile(dispatch)
@@ -318,8 +318,8 @@ def expert_major_case(wire):
     row_bytes = 14336 if wire == "bf16" else 7392
 
     def dispatch():
-        addresses = engine.plan(step, places)
-        engine.send(x, None, addresses, step, places, receive=True)
+        plan = engine.plan(step, places)
+        engine.send(x, None, plan, step, places, receive=True)
 
     parts = kernel_times(dispatch)
     floor = copy_time((4096 * 14336 + 32768 * row_bytes) // 2)

@@ -87,8 +87,8 @@ def measure(group, tokens, num_sms, check):
         places = engine.state.places(Layout.COMPACT, Rows.of_wire(wire, HIDDEN))
 
         def dispatch(places=places):
-            addresses = engine.plan(step, places)
-            engine.send(x, None, addresses, step, places, receive=True)
+            plan = engine.plan(step, places)
+            engine.send(x, None, plan, step, places, receive=True)
             engine.give_back(0)
 
         timed(f"{wire.name} dispatch", dispatch)

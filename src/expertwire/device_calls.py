@@ -112,8 +112,8 @@ class DeviceDispatcher:
             if fused:
                 engine.dispatch_fused(payload, step, places, receive=not defer_receive)
             else:
-                addresses = engine.repeat_plan(step, places) if cached else engine.plan(step, places)
-                engine.send(payload, sf, addresses, step, places, receive=not defer_receive)
+                plan = engine.repeat_plan(step, places) if cached else engine.plan(step, places)
+                engine.send(payload, sf, plan, step, places, receive=not defer_receive)
             if defer_receive and engine.launch.compiling:
                 engine.await_rows(step, total=fused)
 

@@ -160,8 +160,8 @@ def run(group, case):
         if case.fused:
             engine.dispatch_fused(xs[rank], step, places, receive=not case.deferred)
         else:
-            addresses = engine.plan(step, places)
-            engine.send(xs[rank], None, addresses, step, places, receive=not case.deferred)
+            plan = engine.plan(step, places)
+            engine.send(xs[rank], None, plan, step, places, receive=not case.deferred)
         if case.deferred:
             engine.await_rows(step, total=case.fused)
 

@@ -16,7 +16,7 @@ from triton.runtime import driver  # noqa: E402
 from expertwire.kernels.combine_recv import combine_gather  # noqa: E402
 from expertwire.kernels.dispatch_send import dispatch_send  # noqa: E402
 from expertwire.kernels.dispatch_slots import dispatch_slots  # noqa: E402
-from expertwire.kernels.place import place_experts, place_ranks  # noqa: E402
+from expertwire.kernels.place import place_ranks  # noqa: E402
 from expertwire.kernels.plan import plan_count  # noqa: E402
 
 HOPPER, BLACKWELL, CDNA3 = GPUTarget("cuda", 90, 32), GPUTarget("cuda", 100, 32), GPUTarget("hip", "gfx942", 64)
@@ -31,8 +31,9 @@ SLOTS = SIZES | {
 }  # fmt: skip
 SEND = SIZES | {
     "sf_in": None, "SENDS": 8, "LINES": 64, "width": 7168, "unit_bytes": 2, "SF_UNITS": 64, "sf_unit_bytes": 4,
-    "UE8M0": False, "RECEIVE": True,
+    "UE8M0": False, "RECEIVE": True, "SLOTS": 8, "TOKENS": 64, "KEYS": 512, "PLACE": True,
 }  # fmt: skip
+PLACED = {"PLACE": False, "keys": None, "block_counts": None, "first_rows": None, "home": None}
 COMBINE = SIZES | {
     "bias0": None, "bias1": None, "SENDS": 8, "WEIGHTED": True, "NUM_BIASES": 0, "EXCHANGE": True, "PUBLISH": True,
     "FINISH": True,
@@ -42,9 +43,9 @@ KERNELS = {
     "slots fp8": (dispatch_slots, SLOTS | {"FP8": True, "sf_bytes": 224}, 8),
     "slots bf16": (dispatch_slots, SLOTS | {"FP8": False, "sf_bytes": 0}, 8),
     "send fp8": (dispatch_send, SEND | {"ROWS": 2, "FP8": True, "sf_units": 56}, 16),
-    "send fp8, few SMs": (dispatch_send, SEND | {"SENDS": 2, "ROWS": 4, "FP8": True, "sf_units": 56}, 32),
+    "send fp8, few SMs": (dispatch_send, SEND | PLACED | {"SENDS": 2, "ROWS": 4, "FP8": True, "sf_units": 56}, 32),
     "send bf16": (dispatch_send, SEND | {"ROWS": 2, "FP8": False, "sf_units": 0}, 16),
-    "send bf16, few SMs": (dispatch_send, SEND | {"SENDS": 2, "ROWS": 4, "FP8": False, "sf_units": 0}, 16),
+    "send bf16, few SMs": (dispatch_send, SEND | PLACED | {"SENDS": 2, "ROWS": 4, "FP8": False, "sf_units": 0}, 16),
     "combine": (combine_gather, COMBINE | {"ROWS": 1, "COLUMNS": 1024, "PARTS": 7}, 4),
     "combine, many tokens": (combine_gather, COMBINE | {"ROWS": 1, "COLUMNS": 8192, "PARTS": 1}, 16),
     "combine, few SMs": (combine_gather, COMBINE | {"SENDS": 2, "ROWS": 4, "COLUMNS": 8192, "PARTS": 1}, 32),
@@ -52,9 +53,6 @@ KERNELS = {
         plan_count, PLAN | {
             "EXPERTS": 256, "EXPERT_BINS": 512, "RANK_BINS": 16, "BLOCKS": 64, "COLUMNS": 512, "LAYOUT": 1
         }, 16,
-    ),
-    "place experts": (
-        place_experts, PLAN | {"PARTS": 2, "ENTRIES": 256, "CHUNK": 64, "payload_bytes": 7168}, 8,
     ),
     "place ranks": (place_ranks, PLAN | {"SENDS": 8, "WEIGHTED": True, "payload_bytes": 7168}, 8),
 }  # fmt: skip

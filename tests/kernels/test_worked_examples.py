@@ -47,23 +47,25 @@ def small_examples(group):
     use_interpreter()
     from expertwire.kernels.combine_recv import combine_gather
     from expertwire.kernels.dispatch_recv import copy_rows
-    from expertwire.kernels.place import place_experts
+    from expertwire.kernels.dispatch_send import dispatch_send
 
     def ints(*values, dtype=torch.int32):
         return torch.tensor(values, dtype=dtype)
 
     where, addresses = torch.empty(2, 2, dtype=torch.int64), torch.empty(2, 2, dtype=torch.int64)
+    none = ints(0, 0, dtype=torch.int64)
     first_rows, memory = torch.zeros(9, dtype=torch.int32), torch.zeros(4096, dtype=torch.uint8)
     first_rows[5], first_rows[7] = 10, 20
-    place_experts[(1,)](
-        ints(5, 7, 7, 5), torch.zeros(9, dtype=torch.int32), first_rows, torch.zeros(8, dtype=torch.int32),
-        ints(memory.data_ptr(), dtype=torch.int64), where, addresses, 2, 0, 1024,
-        R=1, E=8, K=2, TOKENS=2, PARTS=1, ENTRIES=4, CHUNK=4, payload_bytes=16,
+    dispatch_send[(1,)](
+        torch.zeros(2, 8, dtype=torch.bfloat16), None, ints(5, 7, 7, 5), torch.zeros(9, dtype=torch.int32), first_rows,
+        torch.zeros(8, dtype=torch.int32), addresses, where, ints(memory.data_ptr(), dtype=torch.int64),
+        none, none, none, none, 0, 2, 0, 1024, 1,
+        R=1, RANKS=1, E=8, SLOTS=2, TOKENS=2, KEYS=4, PLACE=True, SENDS=2, ROWS=1, LINES=1, BLOCK=8, width=8,
+        unit_bytes=2, sf_units=0, SF_UNITS=1, sf_unit_bytes=4, FP8=False, UE8M0=False, RECEIVE=True,
     )  # fmt: skip
     source, out = torch.arange(1, 17, dtype=torch.int32)[:, None].contiguous(), torch.zeros(16, 1, dtype=torch.int32)
     copy_rows[(2,)](source, out, ints(3, 2), ints(0, 8), 8, GROUPS=2, ROWS=2, UNITS=1, units=1)
     y, total = torch.tensor([[1.0], [3.0]]).bfloat16(), torch.zeros(1, 1, dtype=torch.bfloat16)
-    none = ints(0, 0, dtype=torch.int64)
     combine_gather[(1,)](
         y, none, ints(0, 1, dtype=torch.int64)[None], torch.tensor([[0.5, 2.0]]), torch.ones(1, 1).bfloat16(), None,
         total, none, none, ints(0, 0), none, none, 0, 1, 1,

@@ -1,5 +1,7 @@
 """Send half of dispatch along a plan: each token's row, quantised on the way if asked, to all of its final places.
 
+With PLACE the plan is finished here: a block finds the places of its tokens while their rows are being loaded.
+
 A block takes ROWS whole rows at a time as one tile, so that few blocks keep many loads in flight; a row is loaded (and
 quantised) once, however many places it goes to, and the next tile is loaded meanwhile. The last block out signals; with
 RECEIVE it then waits for the peers.
@@ -16,6 +18,7 @@ import triton
 import triton.language as tl
 
 from expertwire.kernels.memory import ticket_acq_rel
+from expertwire.kernels.place import place_experts
 from expertwire.kernels.quantize import encode_blocks
 from expertwire.kernels.routing import READY, WHERE_RANK, WHERE_ROW, await_peers, signal
 
@@ -44,17 +47,20 @@ def _copy_scales(
         tl.store(sf.to(tl.pointer_type(sf_type)) + unit, scales, mask=(sf != 0) & (unit < sf_units))
 
 
-@triton.jit(do_not_specialize=["rank", "num_tokens", "sf_at", "spin_limit"])
+@triton.jit(do_not_specialize=["rank", "num_tokens", "sf_at", "meta_at", "spin_limit"])
 def dispatch_send(
-    x, sf_in, addresses, sends_to, row_bases, word_bases, epochs, tickets, status, rank, num_tokens, sf_at, spin_limit,
-    R: tl.constexpr, RANKS: tl.constexpr, SENDS: tl.constexpr, ROWS: tl.constexpr, LINES: tl.constexpr,
+    x, sf_in, keys, block_counts, first_rows, home, addresses, sends_to, row_bases, word_bases, epochs, tickets, status,
+    rank, num_tokens, sf_at, meta_at, spin_limit,
+    R: tl.constexpr, RANKS: tl.constexpr, E: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr,
+    KEYS: tl.constexpr, PLACE: tl.constexpr, SENDS: tl.constexpr, ROWS: tl.constexpr, LINES: tl.constexpr,
     BLOCK: tl.constexpr, width: tl.constexpr, unit_bytes: tl.constexpr, sf_units: tl.constexpr,
     SF_UNITS: tl.constexpr, sf_unit_bytes: tl.constexpr, FP8: tl.constexpr, UE8M0: tl.constexpr, RECEIVE: tl.constexpr,
 ):  # fmt: skip
     """Rows [T, width], of values (FP8: bfloat16 in, e4m3 out) or of opaque units of `unit_bytes`.
 
     A tile has ROWS * LINES lines of BLOCK columns, LINES of them a row. Scale factors: sf_units units of sf_unit_bytes
-    a row, made here (FP8, one a line) or taken from sf_in [T, sf_units].
+    a row, made here (FP8, one a line) or taken from sf_in [T, sf_units]. keys, block_counts, first_rows and home are of
+    the plan, None without PLACE.
     """
     line = tl.arange(0, ROWS * LINES)
     column = (line % LINES)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -66,6 +72,11 @@ def dispatch_send(
     coming = tl.load(x + token[:, None] * width + column, mask=(token < num_tokens)[:, None] & inside, other=0)
     for chunk in range(tl.program_id(0), tl.cdiv(num_tokens, ROWS), tl.num_programs(0)):
         values = coming
+        if PLACE:
+            place_experts(
+                keys, block_counts, first_rows, home, row_bases, sends_to, addresses, chunk * ROWS, num_tokens, rank,
+                meta_at, R, E, SENDS, SLOTS, TOKENS, ROWS, KEYS, out_bytes,
+            )  # fmt: skip
         token = chunk * ROWS + (line // LINES).to(tl.int64)
         live = token < num_tokens
         address = tl.load(addresses + token * SENDS, mask=live, other=0)

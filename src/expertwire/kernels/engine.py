@@ -11,6 +11,8 @@ kernel that moves rows takes one block per SM of the budget.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from expertwire._math import ceil_div
@@ -20,7 +22,7 @@ from expertwire.kernels.dispatch_recv import await_rows, copy_rows, export_value
 from expertwire.kernels.dispatch_send import dispatch_send
 from expertwire.kernels.dispatch_slots import dispatch_slots
 from expertwire.kernels.launch import Launcher
-from expertwire.kernels.place import address_rows, place_experts, place_ranks
+from expertwire.kernels.place import address_rows, place_ranks
 from expertwire.kernels.plan import COMPACT, EXPERT_MAJOR, EXPERT_SLOTS, plan_count
 from expertwire.kernels.state import DeviceMemory, DeviceState, Places, Rows, Step
 from expertwire.layouts.receive import Layout
@@ -31,12 +33,25 @@ LAYOUTS = {
     Layout.EXPERT_MAJOR: EXPERT_MAJOR.value,
     Layout.EXPERT_SLOTS: EXPERT_SLOTS.value,
 }
+MAX_TILE_ROWS = 4  # tokens that a block of `dispatch_send` takes at a time
 FUSED_COMPARISONS = 1 << 16  # TOKENS * SLOTS * SLOTS that one block of `dispatch_slots` may make
 
 
 def pow2(value: int) -> int:
     """The smallest power of two that is not less."""
     return 1 << (value - 1).bit_length() if value > 1 else 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where rows go: `addresses` [T, SENDS]. With `keys`, `send` finds them: what it needs of `plan_count`, which
+    counted `tokens` tokens at a time."""
+
+    addresses: torch.Tensor
+    tokens: int = MAX_TILE_ROWS
+    keys: torch.Tensor | None = None
+    block_counts: torch.Tensor | None = None
+    first_rows: torch.Tensor | None = None
 
 
 class DeviceEngine:
@@ -98,11 +113,8 @@ class DeviceEngine:
             FP8=rows.fp8, UE8M0=rows.ue8m0, sf_bytes=rows.sf_bytes, RECEIVE=receive, num_warps=warps, **self._bounded,
         )  # fmt: skip
 
-    def plan(self, step: Step, places: Places) -> torch.Tensor:
-        """Counts, exchange, the row of every selection, and its routing at the destination.
-
-        Returns the addresses [T, SENDS] that `send` writes to.
-        """
+    def plan(self, step: Step, places: Places) -> Plan:
+        """Counts and their exchange; for COMPACT also every selection's row and its routing at the destination."""
         state, bank, num_tokens = self.state, self.state.banks[step.bank], step.topk_idx.shape[0]
         slots, layout, weights = self._slots, LAYOUTS[step.layout], step.topk_weights
         compact = step.layout is Layout.COMPACT
@@ -128,32 +140,24 @@ class DeviceEngine:
             TOKENS=tokens, BLOCKS=blocks, COLUMNS=min(pow2(width), max(16, 32768 // blocks)), LAYOUT=layout,
             num_warps=16,
         )  # fmt: skip
-        bases, payload_bytes, meta = places.bases[step.bank], places.rows.payload_bytes, places.region.meta
         addresses = self._addresses(step)
-        if compact:
-            self.launch(
-                place_ranks, num_blocks,
-                step.topk_idx, weights, keys, block_counts, first_rows, state.home, bases, step.where, step.sends_to,
-                addresses, num_tokens, meta,
-                R=self.num_ranks, RANKS=self._ranks, E=self.num_experts, K=self.num_topk, SLOTS=slots, TOKENS=tokens,
-                SENDS=step.sends_to.shape[1], WEIGHTED=weights is not None, payload_bytes=payload_bytes, num_warps=8,
-            )  # fmt: skip
-            return addresses
-        parts = 2 if tokens % 2 == 0 else 1
-        entries = pow2(tokens // parts * self.num_topk)
+        if not compact:
+            return Plan(addresses, tokens, keys, block_counts, first_rows)
         self.launch(
-            place_experts, num_blocks * parts,
-            keys, block_counts, first_rows, state.home, bases, step.where, addresses, num_tokens, self.rank, meta,
-            R=self.num_ranks, E=self.num_experts, K=self.num_topk, TOKENS=tokens, PARTS=parts, ENTRIES=entries,
-            CHUNK=max(8, min(64, 16384 // entries)), payload_bytes=payload_bytes, num_warps=8,
+            place_ranks, num_blocks,
+            step.topk_idx, weights, keys, block_counts, first_rows, state.home, places.bases[step.bank], step.where,
+            step.sends_to, addresses, num_tokens, places.region.meta,
+            R=self.num_ranks, RANKS=self._ranks, E=self.num_experts, K=self.num_topk, SLOTS=slots, TOKENS=tokens,
+            SENDS=step.sends_to.shape[1], WEIGHTED=weights is not None, payload_bytes=places.rows.payload_bytes,
+            num_warps=8,
         )  # fmt: skip
-        return addresses
+        return Plan(addresses)
 
     def _addresses(self, step: Step) -> torch.Tensor:
         return self.state.scratch("addresses", torch.int64, self.capacity * self.num_topk)[: step.sends_to.numel()]
 
-    def repeat_plan(self, step: Step, places: Places) -> torch.Tensor:
-        """The addresses of an earlier plan, in the bank of this step."""
+    def repeat_plan(self, step: Step, places: Places) -> Plan:
+        """An earlier plan, in the bank of this step."""
         bank, count, addresses = self.state.banks[step.bank], step.sends_to.numel(), self._addresses(step)
         self.launch(
             address_rows, max(1, ceil_div(count, 4096)),
@@ -161,10 +165,10 @@ class DeviceEngine:
             count, self.rank, self.spin_limit,
             R=self.num_ranks, RANKS=self._ranks, PLACES=4096, payload_bytes=places.rows.payload_bytes, num_warps=8,
         )  # fmt: skip
-        return addresses
+        return Plan(addresses)
 
     def send(
-        self, x: torch.Tensor, sf: torch.Tensor | None, addresses: torch.Tensor, step: Step, places: Places, *,
+        self, x: torch.Tensor, sf: torch.Tensor | None, plan: Plan, step: Step, places: Places, *,
         receive: bool, rows_per_block: int | None = None, warps: int | None = None,
     ) -> None:  # fmt: skip
         """Rows along a plan. `x` [T, width] bfloat16 or opaque units; `sf` for opaque rows.
@@ -176,16 +180,20 @@ class DeviceEngine:
         if rows.fp8 and rows.ue8m0:
             lines = max(lines, 4)
         tile = lines * rows.block * rows.unit_bytes
-        many = rows_per_block or max(1, min(4, (1 << 16) // tile, pow2(ceil_div(num_tokens, self.num_sms))))
+        many = rows_per_block or max(1, min(MAX_TILE_ROWS, (1 << 16) // tile, pow2(ceil_div(num_tokens, self.num_sms))))
         if not self.strict_sms and rows_per_block is None:
             many = min(many, 2)
+        many = min(many, plan.tokens)
         most = 32 if self.strict_sms and rows.fp8 else 16
         grid = min(max(1, ceil_div(num_tokens, many)), self.num_sms * (1 if self.strict_sms else 4))
         self.launch(
             dispatch_send, grid,
-            x, sf, addresses, step.sends_to, places.bases[step.bank], bank.words, bank.epochs, bank.tickets,
-            self.state.status, self.rank, num_tokens, places.region.sf, self.spin_limit,
-            R=self.num_ranks, RANKS=self._ranks, SENDS=step.sends_to.shape[1], ROWS=many, LINES=lines, BLOCK=rows.block,
+            x, sf, plan.keys, plan.block_counts, plan.first_rows, self.state.home if plan.keys is not None else None,
+            plan.addresses, step.sends_to, places.bases[step.bank], bank.words, bank.epochs, bank.tickets,
+            self.state.status, self.rank, num_tokens, places.region.sf, places.region.meta, self.spin_limit,
+            R=self.num_ranks, RANKS=self._ranks, E=self.num_experts, SLOTS=self._slots, TOKENS=plan.tokens,
+            KEYS=pow2(plan.tokens * self.num_topk), PLACE=plan.keys is not None,
+            SENDS=step.sends_to.shape[1], ROWS=many, LINES=lines, BLOCK=rows.block,
             width=rows.width, unit_bytes=rows.unit_bytes, sf_units=rows.sf_units, SF_UNITS=pow2(rows.sf_units),
             sf_unit_bytes=rows.sf_unit_bytes, FP8=rows.fp8, UE8M0=rows.ue8m0, RECEIVE=receive,
             num_warps=warps or max(4, min(most, many * tile // 2048)),

@@ -1,14 +1,16 @@
 """The second half of a plan: the row of every selection, its address, and its routing written at the destination.
 
 A selection's row is the first row of this rank there (from `plan`) + the rows of earlier blocks + the rows before it in
-its own block. For experts that last number comes from comparing keys; for ranks, of which a token serves each once,
-from a running sum over a [tokens, ranks] table.
+its own block. For experts that last number comes from comparing keys, a few tokens at a time, by the block that is
+about to send them; for ranks, of which a token serves each once, from a running sum over a [tokens, ranks] table, in a
+launch of its own.
 
 Outputs, for K slots and SENDS places a token (SENDS = K, or the number of ranks if COMPACT needs fewer):
     where [T, K], sends_to [T, SENDS]   rank << 40 | row, -1 = nothing to send; `sends_to` lists places side by side
     addresses [T, SENDS]                address of the row's payload, 0 = none
 
-Orders: plain stores; the rows' own signal, sent by a later launch of the stream, vouches for the routing too.
+Orders: plain stores; a block reads back only what it stored before a barrier; the signal of the rows, which comes
+later, vouches for their routing too.
 Bytes moved: 4 * T * K keys, 24 * T * K places, and per row 12 (EXPERT_*) or 4 + 8 * K (COMPACT). Worked example:
 keys of one block [[5, 7], [7, 5]], first rows 10 (expert 5) and 20 (7): rows [[10, 20], [21, 11]].
 """
@@ -22,45 +24,39 @@ import triton.language as tl
 from expertwire.kernels.routing import DONE, HOME_LOCAL, HOME_RANK, WHERE_RANK, WHERE_ROW, await_peers, load_block
 
 
-@triton.jit(do_not_specialize=["num_tokens", "rank", "meta_at"])
+@triton.jit
 def place_experts(
-    keys, block_counts, first_rows, home, row_bases, where, addresses, num_tokens, rank, meta_at,
-    R: tl.constexpr, E: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr,
-    ENTRIES: tl.constexpr, CHUNK: tl.constexpr, payload_bytes: tl.constexpr,
+    keys, block_counts, first_rows, home, row_bases, where, addresses, first, num_tokens, rank, meta_at,
+    R: tl.constexpr, E: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, payload_bytes: tl.constexpr,
 ):  # fmt: skip
-    """EXPERT_*: `sends_to` is `where`; the routing of a row is int32 (source rank, token, slot).
+    """EXPERT_*, inside `dispatch_send`: ROWS tokens from `first` on, of TOKENS that were counted together.
 
-    PARTS blocks share TOKENS tokens that were counted together; each has TOKENS / PARTS of them, ENTRIES >= that * K.
+    `sends_to` is `where`; the routing of a row is int32 (source rank, token, slot). KEYS >= TOKENS * K.
     """
-    block = tl.program_id(0) // PARTS
-    begin = tl.program_id(0) % PARTS * (TOKENS // PARTS) * K
-    entry = begin + tl.arange(0, ENTRIES)
-    first_token = block * TOKENS
-    first = first_token.to(tl.int64) * K
-    size = tl.minimum(tl.minimum(num_tokens - first_token, TOKENS) * K, begin + TOKENS // PARTS * K)
-    key = tl.load(keys + first + entry, mask=entry < size, other=-1)
+    entry = tl.arange(0, ROWS * SLOTS)
+    token, slot = first + entry // SLOTS, entry % SLOTS
+    listed = (token < num_tokens) & (slot < K)
+    at = token.to(tl.int64) * K + slot
+    key = tl.load(keys + at, mask=listed, other=-1)
+    block = first // TOKENS
+    other = block.to(tl.int64) * TOKENS * K + tl.arange(0, KEYS)
+    theirs = tl.load(keys + other, mask=other < tl.minimum(num_tokens, first + ROWS).to(tl.int64) * K, other=-2)
     sends = key >= 0
     known = tl.maximum(key, 0)
     index = tl.load(block_counts + block * (E + R) + known, mask=sends, other=0)
     index += tl.load(first_rows + known, mask=sends, other=0)
     owner = tl.load(home + known, mask=sends, other=0) >> HOME_RANK
     base = tl.load(row_bases + owner, mask=sends, other=0)
-    coming = tl.load(keys + first + tl.arange(0, CHUNK), mask=tl.arange(0, CHUNK) < size, other=-2)
-    for start in range(0, size, CHUNK):
-        theirs = coming
-        other = start + tl.arange(0, CHUNK)
-        after = other + CHUNK
-        coming = tl.load(keys + first + after, mask=after < size, other=-2)
-        before = (theirs[:, None] == key[None, :]) & (other[:, None] < entry[None, :])
-        index += tl.sum(before.to(tl.int32), axis=0)
-    row = index.to(tl.int64)
-    listed = entry < size
-    tl.store(where + first + entry, tl.where(sends, (owner.to(tl.int64) << WHERE_RANK) | row, -1), mask=listed)
-    tl.store(addresses + first + entry, tl.where(sends, base + row * payload_bytes, 0), mask=listed)
+    before = (theirs[None, :] == key[:, None]) & (other[None, :] < at[:, None])
+    row = (index + tl.sum(before.to(tl.int32), axis=1)).to(tl.int64)
+    tl.store(where + at, tl.where(sends, (owner.to(tl.int64) << WHERE_RANK) | row, -1), mask=listed)
+    tl.store(addresses + at, tl.where(sends, base + row * payload_bytes, 0), mask=listed)
     meta = (base + meta_at + row * 12).to(tl.pointer_type(tl.int32))
     tl.store(meta, tl.zeros_like(entry) + rank, mask=sends)
-    tl.store(meta + 1, first_token + entry // K, mask=sends)
-    tl.store(meta + 2, entry % K, mask=sends)
+    tl.store(meta + 1, token, mask=sends)
+    tl.store(meta + 2, slot, mask=sends)
+    tl.debug_barrier()
 
 
 @triton.jit(do_not_specialize=["num_tokens", "meta_at"])
