@@ -82,6 +82,13 @@ class Case:
             return x, skewed_routing(2000 + rank, self.tokens, self.topk, self.experts), weights
         return x, saved_routing(self.routing)[0][rank, : self.tokens].long(), weights
 
+    def rows_sent(self, topk_idx: torch.Tensor) -> int:
+        """Rows of one rank, [T, K] ids: one per (token, slot), for COMPACT one per (token, rank)."""
+        if self.layout != Layout.COMPACT:
+            return topk_idx.numel()
+        owner = (topk_idx // (self.experts // self.ranks)).sort(dim=1).values
+        return len(owner) + int((owner.diff(dim=1) != 0).sum())
+
 
 def saved_routing(path: str) -> tuple[torch.Tensor, int]:
     """What `demo --save-routing` wrote: topk_idx [ranks, tokens, K], of several steps and layers, and num_experts."""

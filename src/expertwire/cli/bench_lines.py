@@ -31,7 +31,7 @@ class Kept:
         num_bytes = num_rows * like.shape[1] * like.element_size()
         block = self._blocks.get(name)
         if block is None or block.numel() < num_bytes:
-            block = self._blocks[name] = torch.zeros(num_bytes, dtype=torch.uint8)
+            block = self._blocks[name] = torch.zeros(num_bytes, dtype=torch.uint8, device=like.device)
         return block[:num_bytes].view(like.dtype).view(num_rows, like.shape[1])
 
 
@@ -39,7 +39,7 @@ class Fresh(Kept):
     """A new tensor each time."""
 
     def empty(self, name: str, num_rows: int, like: Tensor) -> Tensor:
-        return torch.empty((num_rows, like.shape[1]), dtype=like.dtype)
+        return torch.empty((num_rows, like.shape[1]), dtype=like.dtype, device=like.device)
 
 
 class AllToAll(Protocol):
@@ -55,8 +55,8 @@ class AllToAll(Protocol):
     def rows(self, name: str, rows: Tensor, sends: list[int], receives: list[int]) -> Tensor: ...
 
 
-class Gloo:
-    """torch.distributed.all_to_all_single."""
+class TorchGroup:
+    """torch.distributed.all_to_all_single: gloo on the CPU, NCCL on GPUs."""
 
     def __init__(self, group: Any, memory: Kept) -> None:
         self._group, self.num_ranks, self.memory = group, dist.get_world_size(group), memory
@@ -154,15 +154,15 @@ def _by_expert(receives: Tensor) -> Tensor:
     starts = (receives.flatten().cumsum(0) - receives.flatten()).view_as(receives)
     counts, starts = receives.t().flatten(), starts.t().flatten()
     ends = counts.cumsum(0)
-    return torch.arange(int(counts.sum())) + (starts - (ends - counts)).repeat_interleave(counts)
+    return torch.arange(int(counts.sum()), device=counts.device) + (starts - (ends - counts)).repeat_interleave(counts)
 
 
 def _dispatch_compact(
     ranks: AllToAll, x: Tensor, sf: Tensor | None, topk_idx: Tensor, topk_weights: Tensor, num_local: int
 ) -> Sent:
     owner = topk_idx // num_local
-    wanted = torch.zeros((ranks.num_ranks, len(x)), dtype=torch.bool)
-    wanted[owner.t(), torch.arange(len(x))] = True
+    wanted = torch.zeros((ranks.num_ranks, len(x)), dtype=torch.bool, device=x.device)
+    wanted[owner.t(), torch.arange(len(x), device=x.device)] = True
     target, tokens = wanted.nonzero(as_tuple=True)
     sends = wanted.sum(1)
     split, received = sends.tolist(), ranks.counts(sends.unsqueeze(1)).flatten().tolist()
@@ -184,7 +184,7 @@ def combine(ranks: AllToAll, y: Tensor, sent: Sent, num_tokens: int) -> Tensor:
     hidden = y.shape[1]
     if sent.arranged is None:
         back = ranks.rows("back", y, sent.receives, sent.sends)
-        total = torch.zeros((num_tokens, hidden)).index_add_(0, sent.order, back.float())
+        total = torch.zeros((num_tokens, hidden), device=y.device).index_add_(0, sent.order, back.float())
         return total.bfloat16()
     disarranged = ranks.memory.empty("y by rank", len(y), y).index_copy_(0, sent.arranged, y)
     back = ranks.rows("back", disarranged, sent.receives, sent.sends)

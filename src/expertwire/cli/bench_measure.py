@@ -13,7 +13,7 @@ from expertwire import reference
 from expertwire.buffer import Buffer
 from expertwire.cli import bench_lines
 from expertwire.cli.bench_cases import COMBINE_WIRES, WIRES, Case
-from expertwire.cli.bench_lines import AllToAll, Fresh, Gloo, Kept, Mpi
+from expertwire.cli.bench_lines import AllToAll, Fresh, Kept, Mpi, TorchGroup
 from expertwire.handle import Dispatched
 from expertwire.layouts.receive import Layout
 from expertwire.testing.compare import assert_equal
@@ -55,7 +55,7 @@ class _Bench:
         self._inputs = [case.inputs(rank) for rank in range(case.ranks)]
         self._others: dict[str, AllToAll] = {}
         for name, memory in (("", Fresh), (", kept memory", Kept)):
-            self._others[f"gloo{name}"] = Gloo(group, memory())
+            self._others[f"gloo{name}"] = TorchGroup(group, memory())
             if communicator is not None:
                 self._others[f"mpi{name}"] = Mpi(communicator, memory())
 
@@ -65,11 +65,10 @@ class _Bench:
         self._check_combine(sent, y_of_rank, y)
         if self._case.tokens == 0:
             return [Measured("dispatch + combine", 0, self._interleaved(self._round_trips(y), seconds))]
-        wire, combine_wire = WIRES[self._case.wire](), COMBINE_WIRES[self._case.combine_wire]()
-        dispatched, row_bytes = (
-            w.payload_bytes(self._case.hidden) + w.sf_bytes(self._case.hidden) for w in (wire, combine_wire)
-        )
-        num_rows, num_summed = len(y_of_rank[self._rank]), self._rows_summed()
+        case = self._case
+        wire, combine_wire = WIRES[case.wire](), COMBINE_WIRES[case.combine_wire]()
+        dispatched, row_bytes = (w.payload_bytes(case.hidden) + w.sf_bytes(case.hidden) for w in (wire, combine_wire))
+        num_rows, num_summed = len(y_of_rank[self._rank]), case.rows_sent(self._inputs[self._rank][1])
         there, back = num_rows * dispatched, num_summed * row_bytes
         return [
             Measured("dispatch", there, self._interleaved(self._dispatches(there), seconds)),
@@ -144,13 +143,6 @@ class _Bench:
     def _plain_layout(self) -> Layout:
         """EXPERT_SLOTS has the rows of EXPERT_MAJOR in roomier places."""
         return Layout.COMPACT if self._case.layout == Layout.COMPACT else Layout.EXPERT_MAJOR
-
-    def _rows_summed(self) -> int:
-        idx = self._inputs[self._rank][1]
-        if self._plain_layout is Layout.EXPERT_MAJOR:
-            return int(idx.numel())
-        owner = idx // (self._case.experts // self._case.ranks)
-        return sum(len(ranks.unique()) for ranks in owner)
 
     def _check_dispatch(self, sent: Dispatched) -> tuple[list[Tensor], Tensor]:
         """Compare with oracle and other lines. Returns rows for combine: of all ranks, and as `sent` has them."""

@@ -25,7 +25,7 @@ FORMULA = (
     "bytes = rows in the result of dispatch, or rows summed by combine, times bytes of one row (payload and scale "
     "factors), mean over ranks; GB/s = bytes / median of the slowest rank / 1e9"
 )
-_PACKAGES = ("expertwire", "torch", "numba", "numpy", "mpi4py", "mpich")
+_PACKAGES = ("expertwire", "torch", "numba", "numpy", "mpi4py", "mpich", "triton")
 
 
 @dataclass(frozen=True)
@@ -77,13 +77,13 @@ def show(console: Console, title: str, rows: Sequence[Result]) -> None:
     console.print()
 
 
-def as_json(rows: Sequence[Result]) -> dict[str, Any]:
+def as_json(rows: Sequence[Result], formula: str = FORMULA, gpu: dict[str, Any] | None = None) -> dict[str, Any]:
     return {
         "command": shlex.join(["expertwire", *sys.argv[1:]]),
         "commit": _commit(),
-        "machine": _machine(),
+        "machine": _machine() | (gpu or {}),
         "versions": {name: version for name in _PACKAGES if (version := _version(name))},
-        "formula": FORMULA,
+        "formula": formula,
         "results": [
             {
                 "case": asdict(r.case) if r.case.name != "row work" else {"name": r.case.name},
@@ -154,9 +154,8 @@ def plot(rows: Sequence[Result]) -> str:
     """SVG, both axes logarithmic: microseconds per call over rows per rank, of the cases named "rows"."""
     curves: dict[str, list[tuple[float, float]]] = {}
     for r in rows:
-        if r.case.name == "rows":
+        if r.case.name == "rows" and r.line in ("expertwire", "memory copy", "floor"):
             curves.setdefault(f"{r.operation}, {r.line}", []).append((r.case.tokens, 1e6 * r.summary.median_s))
-    curves = {name: points for name, points in curves.items() if "expertwire" in name or "memory" in name}
     if not curves:
         return ""
     xs, ys = zip(*(point for points in curves.values() for point in points), strict=True)
@@ -184,7 +183,7 @@ def plot(rows: Sequence[Result]) -> str:
         parts.append(f'<text x="{right}" y="{_HEIGHT - _MARGIN + 18}" text-anchor="middle">{int(x):,}</text>')
     for i, (name, points) in enumerate(curves.items()):
         colour = _COLOURS[i % len(_COLOURS)]
-        dash = ' stroke-dasharray="5 4"' if "memory" in name else ""
+        dash = "" if "expertwire" in name else ' stroke-dasharray="5 4"'
         path = " ".join(f"{right},{down}" for right, down in (place(*point) for point in points))
         parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>')
         y = _MARGIN + 18 * i
