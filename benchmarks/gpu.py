@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import statistics
 import subprocess
 import sys
 import time
@@ -29,6 +28,8 @@ import expertwire as ew
 from expertwire import reference
 from expertwire.formats import FP8Block
 from expertwire.testing import first_mismatch, payload, random_rows, random_weights, round_robin, uniform_routing
+from expertwire.testing.gpu_timing import eager, kernel_times, median, replay
+from expertwire.testing.gpu_timing import host as host_time
 
 SLOTS, MAJOR, COMPACT = Layout.EXPERT_SLOTS, Layout.EXPERT_MAJOR, Layout.COMPACT
 RESULTS: list[dict] = []
@@ -42,23 +43,8 @@ def note(**fields):
 # -- timing ------------------------------------------------------------------------------------------------------------
 
 
-def kernel_times(fn, repeats=30, warmups=5):
-    """Median time of each kernel that fn launches, by name, from the profiler, in us."""
-    for _ in range(warmups):
-        fn()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(repeats):
-            fn()
-        torch.cuda.synchronize()
-    found: dict[str, list[float]] = {}
-    for event in profile.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            found.setdefault(event.name, []).append(event.device_time)
-    return {name: statistics.median(times) * len(times) / repeats for name, times in found.items()}
-
-
 def total(fn):
+    """Time of all kernels of fn, in us."""
     return sum(kernel_times(fn).values())
 
 
@@ -66,21 +52,7 @@ def graph_time(fn, inner=10, repeats=20):
     """Median time of fn inside a graph that holds it `inner` times, in us."""
     fn()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(inner):
-            fn()
-    graph.replay()
-    torch.cuda.synchronize()
-    times = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(1000 * start.elapsed_time(end) / inner)
-    return statistics.median(times)
+    return 1e6 * median(replay(fn, inner), repeats)
 
 
 def copy_time(num_bytes):
@@ -362,16 +334,10 @@ def host():
 
             for _ in range(20):
                 call()
-            torch.cuda.synchronize()
-            started = time.perf_counter()
-            for _ in range(200):
-                call()
-            issued = time.perf_counter()
-            torch.cuda.synchronize()
-            ended = time.perf_counter()
             note(
-                host="dispatch + combine", host_us=(issued - started) * 5000, eager_us=(ended - started) * 5000,
-                graph_us=graph_time(call), window_bytes=buf._engine.runtime.engine.state.total_bytes,
+                host="dispatch + combine", host_us=1e6 * median(host_time(call, 50)),
+                eager_us=1e6 * median(eager(call, 50)), graph_us=graph_time(call),
+                window_bytes=buf._engine.runtime.engine.state.total_bytes,
             )  # fmt: skip
 
     ew.World(1, device="cuda").run(work)
