@@ -36,6 +36,7 @@ LAYERS = [
             "config",
             "device_calls",
             "device_combine",
+            "device_steps",
             "dispatch",
             "event",
             "handle",

@@ -152,8 +152,9 @@ class Buffer:
 
     def _on_device(self, ranks: Bootstrap, timeout_s: float | None, *, validate: bool, num_sms: int | None) -> None:
         """The same parts for a GPU; what they are called here is what they answer to on the CPU."""
-        from expertwire.device_calls import DeviceDispatcher, DeviceSteps, rehearse
+        from expertwire.device_calls import DeviceDispatcher, rehearse
         from expertwire.device_combine import DeviceCombiner
+        from expertwire.device_steps import DeviceSteps
 
         s = self.settings
         runtime = device_runtime(

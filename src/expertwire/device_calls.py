@@ -7,57 +7,21 @@ caller owns are copies of it, `zero_copy` views of it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from expertwire import _check
 from expertwire.call import record
-from expertwire.errors import HandleError, InvalidArgument, TransportUnavailable
+from expertwire.device_steps import Arrived, DeviceSteps, check_handle, copy_used_rows
+from expertwire.errors import InvalidArgument, TransportUnavailable
 from expertwire.formats import BF16, FP8Block, WireFormat
 from expertwire.formats.fp8 import column_major
 from expertwire.handle import Dispatched, Handle
-from expertwire.kernels.engine import DeviceEngine, Places, Rows, Step
+from expertwire.kernels.engine import Places, Rows, Step
 from expertwire.kernels.runtime import DeviceRuntime
 from expertwire.layouts.receive import Layout
-from expertwire.protocols.lane import Lane
-from expertwire.steps import LaneSteps
-
-
-@dataclass
-class Arrived:
-    """What a handle keeps of its dispatch: its step, and the shape of the rows that combine will be given."""
-
-    step: Step
-    num_rows: int
-    exact: bool
-    held_epoch: int | None  # of a zero-copy dispatch, whose bank is busy until the handle is finished
-    routing: dict[str, Callable[[], Any]]  # makes topk_idx, topk_weights and row_source
-
-
-class DeviceSteps:
-    """Which bank a call runs in, and what went wrong."""
-
-    def __init__(self, engine: DeviceEngine) -> None:
-        self.engine = engine
-        self.dispatches = LaneSteps(Lane("dispatch", engine.state.num_banks), engine.rank)
-        self.combining: set[int] = set()  # banks with a deferred combine
-        self._failure: BaseException | None = None
-        self.runtime: DeviceRuntime | None = None
-
-    @property
-    def failure(self) -> BaseException | None:
-        """What makes the buffer unusable."""
-        if self._failure is None and self.runtime is not None:
-            try:
-                self.runtime.raise_if_failed()
-            except BaseException as error:  # noqa: BLE001  # reported by the next call
-                self._failure = error
-        return self._failure
-
-    def fail(self, error: BaseException) -> None:
-        self._failure = error
 
 
 class DeviceDispatcher:
@@ -257,16 +221,9 @@ class DeviceDispatcher:
     def _copy(self, step: Step, source: torch.Tensor) -> torch.Tensor:
         """The rows in use, in memory of the caller's."""
         out = torch.empty_like(source)
-        compact = step.layout is Layout.COMPACT
-        counts, offsets = (
-            (step.num_rows, self._state.slot_offsets[:1]) if compact else (step.expert_counts, step.offsets)
+        self._runtime.launch(
+            ("copy", step.layout, source.shape[1]), lambda: copy_used_rows(self._engine, source, out, step)
         )
-        room = self._engine.num_ranks * self._engine.capacity
-
-        def copy() -> None:
-            self._engine.copy_rows(source, out, counts, offsets, room)
-
-        self._runtime.launch(("copy", step.layout, source.shape[1]), copy)
         return out
 
     def _routing(self, step: Step, places: Places, num_rows: int, *, owned: bool) -> dict[str, Callable[[], Any]]:
@@ -321,22 +278,6 @@ def rehearse(device: torch.device) -> None:
     FP8Block(decode=True).decode_bfloat16(
         meta.view(torch.float8_e4m3fn), torch.zeros(8, 1, device=device), meta.shape[1] * meta.element_size()
     )
-
-
-def check_handle(rank: int, owner: object, handle: Any) -> None:
-    """As `call.Context.check_handle`."""
-    if not isinstance(handle, Handle):
-        raise HandleError(
-            f"rank {rank}: handle must be the `handle` of an earlier dispatch, got {type(handle).__name__}"
-        )
-    if handle._owner is not owner:
-        raise HandleError(f"rank {rank}: {handle} belongs to another buffer")
-    if handle._arrived is None:
-        raise HandleError(f"rank {rank}: the dispatch of {handle} has not received yet: call its hook() first")
-    if handle._busy:
-        raise HandleError(
-            f"rank {rank}: {handle} is in use by a combine that has not received yet: call its hook() first"
-        )
 
 
 def _kinds(step: Step) -> tuple[object, ...]:

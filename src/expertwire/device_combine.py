@@ -8,7 +8,7 @@ import torch
 
 from expertwire import _check
 from expertwire.call import record
-from expertwire.device_calls import Arrived, DeviceSteps, check_handle
+from expertwire.device_steps import Arrived, DeviceSteps, check_handle, copy_used_rows
 from expertwire.errors import HandleError, InvalidArgument, TransportUnavailable
 from expertwire.formats import BF16
 from expertwire.handle import Combined, Handle
@@ -96,14 +96,9 @@ class DeviceCombiner:
         return record(Combined, complete, defer_receive)
 
     def _stage(self, y: torch.Tensor, staged: torch.Tensor, step: Step) -> None:
-        compact = step.layout is Layout.COMPACT
-        counts, offsets = (
-            (step.num_rows, self._state.slot_offsets[:1]) if compact else (step.expert_counts, step.offsets)
-        )
         source = y.view(-1, self._settings.hidden).view(torch.uint8)
         if source.shape[0]:
-            room = self._engine.num_ranks * self._engine.capacity
-            self._engine.copy_rows(source, staged.view(torch.uint8), counts, offsets, room)
+            copy_used_rows(self._engine, source, staged.view(torch.uint8), step)
 
     def _checked(
         self, x: Any, handle: Handle, topk_weights: Any, bias: Any, reduce: Any, wire: Any

@@ -19,8 +19,9 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 def rank_work(group, layout, wire, options):
     use_interpreter()
-    from expertwire.device_calls import DeviceDispatcher, DeviceSteps
+    from expertwire.device_calls import DeviceDispatcher
     from expertwire.device_combine import DeviceCombiner
+    from expertwire.device_steps import DeviceSteps
     from expertwire.kernels.engine import DeviceEngine
     from expertwire.kernels.runtime import DeviceRuntime
 
