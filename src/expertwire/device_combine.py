@@ -52,7 +52,8 @@ class DeviceCombiner:
         step, engine = arrived.step, self._engine
         if step.bank in self._steps.combining:
             raise HandleError(f"rank {self._rank}: another combine in this bank was deferred; call its hook() first")
-        weighted = handle.layout is not Layout.COMPACT and step.topk_weights is not None
+        compact = handle.layout is Layout.COMPACT
+        weighted, by_rank = not compact and step.topk_weights is not None, not compact and reduce == "rank"
         out = self._state.empty(torch.bfloat16, handle.num_tokens, self._settings.hidden)
         several = engine.num_ranks > 1
         inputs = None
@@ -74,10 +75,11 @@ class DeviceCombiner:
 
         def gather() -> None:
             engine.combine(
-                staged, inputs, step, out, weighted=weighted, biases=biases, publish=not late, finish=held is not None
-            )
+                staged, inputs, step, out, weighted=weighted, biases=biases, publish=not late, finish=held is not None,
+                by_rank=by_rank,
+            )  # fmt: skip
 
-        kind = ("combine", step.layout, weighted, len(biases), late, inputs is not None, held is not None)
+        kind = ("combine", step.layout, weighted, by_rank, len(biases), late, inputs is not None, held is not None)
         if late:
             self._steps.combining.add(step.bank)
         handle._busy = defer_receive
@@ -105,8 +107,6 @@ class DeviceCombiner:
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         rank, settings = self._rank, self._settings
         _check.choice(f"rank {rank}: reduce", reduce, ("token", "rank"))
-        if reduce == "rank" and handle.layout is not Layout.COMPACT:
-            raise TransportUnavailable(f"rank {rank}: reduce='rank' is not offered on a device yet; use reduce='token'")
         if not isinstance(_check.combine_wire(rank, wire, settings.hidden), BF16):
             raise TransportUnavailable(
                 f"rank {rank}: on a device combine reads rows where they are, as bfloat16: wire=None"

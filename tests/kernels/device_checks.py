@@ -40,7 +40,8 @@ def check_rank(
         want = reference.dispatch(xs, routing, wire)
         y = [random_rows(500 + step + r, part.x.numel() // HIDDEN, HIDDEN) for r, part in enumerate(want)]
         bias = [random_rows(900 + r, len(x), HIDDEN) for r, x in enumerate(xs)]
-        summed = reference.combine(y, routing, bias=[bias])[rank].x
+        reduce = ("token", "rank")[step % 2]
+        summed = reference.combine(y, routing, bias=[bias], reduce=reduce)[rank].x
         mine = want[rank]
         sent = buf.dispatch(
             xs[rank].to(device), ids[rank].to(device), weights[rank].to(device), layout=layout, wire=wire,
@@ -54,7 +55,7 @@ def check_rank(
         given = torch.full((rows, HIDDEN), float("nan"), dtype=torch.bfloat16)
         given[: len(y[rank])] = y[rank]
         given = given.to(device).view(*sent.x.shape[:-1], HIDDEN)
-        back = buf.combine(given, sent.handle, bias=bias[rank].to(device), defer_receive=deferred)
+        back = buf.combine(given, sent.handle, bias=bias[rank].to(device), reduce=reduce, defer_receive=deferred)
         if deferred:
             given.fill_(float("nan"))
             back = back.hook()

@@ -190,7 +190,8 @@ def run(group, case):
 
         y = [random_rows(1000 + number + r, part.x.numel() // case.hidden, case.hidden) for r, part in enumerate(want)]
         biases = [random_rows(2000 + r, n, case.hidden) for r, n in enumerate(case.num_tokens[: case.num_ranks])]
-        summed = reference.combine(y, routing, bias=[biases])[rank].x
+        by_rank = number % 2 == 0 and case.layout is not Layout.COMPACT
+        summed = reference.combine(y, routing, bias=[biases], reduce="rank" if by_rank else "token")[rank].x
         mine_y = inputs.payload(bank).view(torch.bfloat16)[:num_rows]
         mine_y.copy_(y[rank])
         out = torch.empty(xs[rank].shape, dtype=torch.bfloat16)
@@ -198,7 +199,7 @@ def run(group, case):
             engine.publish(mine_y, inputs, step)
         engine.combine(
             mine_y, inputs, step, out, weighted=case.layout is not Layout.COMPACT, finish=True, biases=(biases[rank],),
-            publish=not case.deferred, rows_per_block=2, columns=128,
+            publish=not case.deferred, by_rank=by_rank, rows_per_block=2, columns=128,
         )  # fmt: skip
         compare("sums", out, summed)
     if engine.state.status.any():

@@ -36,7 +36,7 @@ SEND = SIZES | {
 PLACED = {"PLACE": False, "keys": None, "block_counts": None, "first_rows": None, "home": None}
 COMBINE = SIZES | {
     "bias0": None, "bias1": None, "SENDS": 8, "WEIGHTED": True, "NUM_BIASES": 0, "EXCHANGE": True, "PUBLISH": True,
-    "FINISH": True,
+    "FINISH": True, "BY_RANK": False,
 }  # fmt: skip
 PLAN = SIZES | {"K": 8, "SLOTS": 8, "TOKENS": 64}
 KERNELS = {
@@ -49,6 +49,7 @@ KERNELS = {
     "combine": (combine_gather, COMBINE | {"ROWS": 1, "COLUMNS": 1024, "PARTS": 7}, 4),
     "combine, many tokens": (combine_gather, COMBINE | {"ROWS": 1, "COLUMNS": 8192, "PARTS": 1}, 16),
     "combine, few SMs": (combine_gather, COMBINE | {"SENDS": 2, "ROWS": 4, "COLUMNS": 8192, "PARTS": 1}, 32),
+    "combine, by rank": (combine_gather, COMBINE | {"BY_RANK": True, "ROWS": 1, "COLUMNS": 2048, "PARTS": 4}, 4),
     "plan": (
         plan_count, PLAN | {
             "EXPERTS": 256, "EXPERT_BINS": 512, "RANK_BINS": 16, "BLOCKS": 64, "COLUMNS": 512, "LAYOUT": 1

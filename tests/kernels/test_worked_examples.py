@@ -70,9 +70,33 @@ def small_examples(group):
         y, none, ints(0, 1, dtype=torch.int64)[None], torch.tensor([[0.5, 2.0]]), torch.ones(1, 1).bfloat16(), None,
         total, none, none, ints(0, 0), none, none, 0, 1, 1,
         R=1, RANKS=1, SENDS=2, ROWS=1, COLUMNS=1, PARTS=1, hidden=1, WEIGHTED=True, NUM_BIASES=1, EXCHANGE=False,
-        PUBLISH=True, FINISH=False,
+        PUBLISH=True, FINISH=False, BY_RANK=False,
     )  # fmt: skip
     return where.tolist(), (addresses - memory.data_ptr()).tolist(), out.nonzero()[:, 0].tolist(), float(total)
+
+
+def sums_example(group):
+    """The rows of two ranks, summed in slots and in ranks."""
+    use_interpreter()
+    import triton
+    import triton.language as tl
+
+    from expertwire.kernels import combine_sum as sums
+
+    globals().update(tl=tl, sums=sums)  # where the interpreter looks for them
+
+    @triton.jit
+    def both(bases, where, by_slot, by_rank):
+        one = tl.arange(0, 1).to(tl.int64)
+        sums.sum_rows(by_slot, bases, where, None, None, None, by_slot, one, one, 1, 2, 4, 1, 1, 1, False, 0)
+        sums.sum_ranks(by_rank, bases, where, None, None, None, by_rank, one, one, 1, 2, 4, 1, 1, 1, False, 0)
+
+    rows = [torch.tensor([256.0, 1.0]).bfloat16(), torch.ones(2).bfloat16()]
+    bases = torch.tensor([r.data_ptr() for r in rows])
+    where = torch.tensor([[0, 1, 1 << 40, 1 << 40 | 1]])
+    out = torch.zeros(2, 1, dtype=torch.bfloat16)
+    both[(1,)](bases, where, out[0], out[1])
+    return out[:, 0].tolist()
 
 
 @pytest.fixture(scope="module")
@@ -95,3 +119,7 @@ def test_place_copy_and_combine(processes):
     assert addresses == [[160, 320], [336, 176]]
     assert copied == [0, 1, 2, 8, 9]
     assert total == 7.5
+
+
+def test_sums_of_slots_and_of_ranks(processes):
+    assert processes.run(sums_example, num_ranks=1) == [[260.0, 258.0]]

@@ -8,11 +8,8 @@ Orders: the expert output was written by earlier launches of the stream; block 0
 (sys); every block acquires the peers' words before it reads. DONE is sent by the last block out (ticket, acq_rel).
 Blocks wait for other ranks' block 0: the caller bounds the grid so that all ranks' launches fit on the device.
 
-Arithmetic: float32 from +0, biases first, slots ascending, products and sums not fused (the launch passes
-enable_fp_fusion=False), one rounding to bfloat16. Worked example, hidden 1: rows 1.0 and 3.0 with weights 0.5 and 2.0
-and bias 1.0 give 0 + 1 + 0.5 + 6 = 7.5.
-
-Bytes moved: 2 * hidden for every row gathered, every bias row, and every output row.
+Bytes moved: 2 * hidden for every row gathered, every bias row, and every output row. Arithmetic and worked example:
+`combine_sum`.
 """
 
 # mypy: ignore-errors
@@ -22,39 +19,9 @@ import triton
 import triton.language as tl
 
 from expertwire.kernels.combine_send import publish_rows
+from expertwire.kernels.combine_sum import sum_ranks, sum_rows
 from expertwire.kernels.memory import ticket_acq_rel
-from expertwire.kernels.routing import COMBINE_DONE, COMBINE_READY, DONE, WHERE_RANK, WHERE_ROW, await_peers, signal
-
-
-@triton.jit
-def sum_rows(
-    y, row_bases, where, weights, bias0, bias1, out, tokens, columns, num_tokens,
-    R: tl.constexpr, SENDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, hidden: tl.constexpr,
-    WEIGHTED: tl.constexpr, NUM_BIASES: tl.constexpr,
-):  # fmt: skip
-    """out[token] = biases + sum over places of weight * row, for ROWS tokens and some columns."""
-    inside = (columns < hidden)[None, :]
-    live = tokens < num_tokens
-    at = tokens[:, None] * hidden + columns[None, :]
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    if NUM_BIASES > 0:
-        total += tl.load(bias0 + at, mask=live[:, None] & inside, other=0.0).to(tl.float32)
-    if NUM_BIASES > 1:
-        total += tl.load(bias1 + at, mask=live[:, None] & inside, other=0.0).to(tl.float32)
-    for nth in tl.static_range(SENDS):
-        place = tl.load(where + tokens * SENDS + nth, mask=live, other=-1)
-        if R == 1:
-            row = tl.multiple_of(y + place * hidden, 16)
-        else:
-            base = tl.load(row_bases + (tl.maximum(place, 0) >> WHERE_RANK), mask=place >= 0, other=0)
-            row = tl.multiple_of((base + (place & WHERE_ROW) * (2 * hidden)).to(tl.pointer_type(tl.bfloat16)), 16)
-        present = (place >= 0)[:, None]
-        value = tl.load(row[:, None] + columns[None, :], mask=present & inside, other=0.0).to(tl.float32)
-        if WEIGHTED:
-            weight = tl.load(weights + tokens * SENDS + nth, mask=live, other=0.0)
-            value = tl.where(present, value * weight[:, None], 0.0)
-        total += value  # adding +0 for an absent row changes nothing, since a sum from +0 is never -0
-    tl.store(out + at, total.to(tl.bfloat16), mask=live[:, None] & inside)
+from expertwire.kernels.routing import COMBINE_DONE, COMBINE_READY, DONE, await_peers, signal
 
 
 @triton.jit(do_not_specialize=["rank", "num_tokens", "spin_limit"])
@@ -63,14 +30,15 @@ def combine_gather(
     rank, num_tokens, spin_limit,
     R: tl.constexpr, RANKS: tl.constexpr, SENDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     PARTS: tl.constexpr, hidden: tl.constexpr, WEIGHTED: tl.constexpr, NUM_BIASES: tl.constexpr, EXCHANGE: tl.constexpr,
-    PUBLISH: tl.constexpr, FINISH: tl.constexpr,
+    PUBLISH: tl.constexpr, FINISH: tl.constexpr, BY_RANK: tl.constexpr,
 ):  # fmt: skip
     """`where` [T, SENDS] names a token's rows, -1 = none (SENDS = K; COMPACT: `sends_to` of the plan); topk_weights
     [T, SENDS] if WEIGHTED; out [T, hidden] bfloat16. y and source_bases as in `combine_send`; with PUBLISH that half
     is done here.
 
     PARTS blocks of COLUMNS columns make a row; a unit of work is ROWS tokens and one part. With FINISH the last block
-    also signals that the views of the dispatch have been given back.
+    also signals that the views of the dispatch have been given back. BY_RANK is reduce="rank": same rows, same bytes,
+    the sums of each rank rounded first.
     """
     block = tl.program_id(0)
     if R > 1:
@@ -85,10 +53,16 @@ def combine_gather(
     for unit in range(block, tl.cdiv(num_tokens, ROWS) * PARTS, tl.num_programs(0)):
         tokens = unit // PARTS * ROWS + tl.arange(0, ROWS).to(tl.int64)
         columns = unit % PARTS * COLUMNS + tl.arange(0, COLUMNS)
-        sum_rows(
-            y, row_bases, where, topk_weights, bias0, bias1, out, tokens, columns, num_tokens,
-            R, SENDS, ROWS, COLUMNS, hidden, WEIGHTED, NUM_BIASES,
-        )  # fmt: skip
+        if BY_RANK:
+            sum_ranks(
+                y, row_bases, where, topk_weights, bias0, bias1, out, tokens, columns, num_tokens,
+                R, SENDS, ROWS, COLUMNS, hidden, WEIGHTED, NUM_BIASES,
+            )  # fmt: skip
+        else:
+            sum_rows(
+                y, row_bases, where, topk_weights, bias0, bias1, out, tokens, columns, num_tokens,
+                R, SENDS, ROWS, COLUMNS, hidden, WEIGHTED, NUM_BIASES,
+            )  # fmt: skip
     if R > 1:
         if ticket_acq_rel(tickets) == tl.num_programs(0) - 1:
             tl.store(tickets, 0)

@@ -250,7 +250,7 @@ class DeviceEngine:
 
     def combine(
         self, y: torch.Tensor, inputs: Places | None, step: Step, out: torch.Tensor, *, weighted: bool,
-        biases: tuple[torch.Tensor, ...] = (), publish: bool = True, finish: bool = False,
+        biases: tuple[torch.Tensor, ...] = (), publish: bool = True, finish: bool = False, by_rank: bool = False,
         rows_per_block: int | None = None, columns: int | None = None, warps: int | None = None,
     ) -> None:  # fmt: skip
         """Gather and sum, and, unless `publish` came before, the send half.
@@ -273,13 +273,13 @@ class DeviceEngine:
         self.launch(
             combine_gather, grid,
             y, bank.sources if inputs is None else inputs.bases[step.bank],
-            step.where if weighted else step.sends_to, step.topk_weights if weighted else None, *two, out,
+            step.sends_to, step.topk_weights if weighted else None, *two, out,
             bank.words, bank.epochs[1:], bank.tickets[1:], bank.epochs, self.state.status,
             self.rank, num_tokens, self.spin_limit,
-            R=self.num_ranks, RANKS=self._ranks, SENDS=step.where.shape[1] if weighted else step.sends_to.shape[1],
-            ROWS=many, COLUMNS=columns, PARTS=parts, hidden=self.hidden, WEIGHTED=weighted, NUM_BIASES=len(biases),
-            EXCHANGE=inputs is None and self.num_ranks > 1, PUBLISH=publish, FINISH=finish, num_warps=warps,
-            enable_fp_fusion=False, **(self._bounded if warps <= 16 else {}),
+            R=self.num_ranks, RANKS=self._ranks, SENDS=step.sends_to.shape[1], ROWS=many, COLUMNS=columns, PARTS=parts,
+            hidden=self.hidden, WEIGHTED=weighted, NUM_BIASES=len(biases),
+            EXCHANGE=inputs is None and self.num_ranks > 1, PUBLISH=publish, FINISH=finish, BY_RANK=by_rank,
+            num_warps=warps, enable_fp_fusion=False, **(self._bounded if warps <= 16 else {}),
         )  # fmt: skip
 
     # -- waiting ---------------------------------------------------------------------------------------------------
