@@ -1,0 +1,58 @@
+"""Starts kernels. What Triton finds out about the arguments at every launch is found out here once per kind of call.
+
+Triton looks at each of some forty arguments and at its options anew whenever a kernel is started, which takes longer
+than the kernels run. Here a kernel is looked up by its constants and by what else decides how it is compiled: which
+arguments are None, and the types and 16-byte alignment of tensors. Then it is started with plain addresses.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+
+Kernel = Any  # a function under @triton.jit
+
+
+class Launcher:
+    """`launch(kernel, grid, *arguments, **constants and launch options)` on the current stream.
+
+    While `compiling` is set, kernels are compiled and loaded only: no rank must compile while another waits for it.
+    """
+
+    def __init__(self) -> None:
+        self.compiling = False
+        self._ready: dict[tuple[object, ...], tuple[Any, tuple[object, ...]]] = {}
+
+    def __call__(self, kernel: Kernel, grid: int, *args: Any, **options: Any) -> None:
+        if not isinstance(kernel, triton.JITFunction):  # the interpreter's
+            kernel[(grid,)](*args, **options)
+            return
+        values: list[Any] = []
+        kinds: list[object] = []
+        for arg in args:
+            if isinstance(arg, torch.Tensor):
+                address = arg.data_ptr()
+                values.append(address)
+                kinds.append((arg.dtype, address % 16))
+            else:
+                values.append(arg)
+                kinds.append(arg if arg is None else arg >> 31)
+        key = (kernel.fn, *kinds, *options.values())
+        found = self._ready.get(key)
+        if found is None:
+            found = self._ready[key] = self._compile(kernel, grid, args, options)
+        if not self.compiling:
+            compiled, constants = found
+            compiled[(grid, 1, 1)](*values, *constants)
+
+    def _compile(
+        self, kernel: Kernel, grid: int, args: tuple[Any, ...], options: dict[str, Any]
+    ) -> tuple[Any, tuple[object, ...]]:
+        """The kernel, loaded, and its constants in the order of its parameters."""
+        for parameter, arg in zip(kernel.params, args, strict=False):
+            assert not isinstance(arg, int) or parameter.do_not_specialize, parameter.name
+        compiled = kernel.warmup(*args, grid=(grid,), **options)
+        compiled._init_handles()
+        return compiled, tuple(options[name] for name in kernel.arg_names[len(args) :])
