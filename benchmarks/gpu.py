@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -26,6 +25,7 @@ from gpu_ranks import WIRES, Layout, Ranks, Shape
 
 import expertwire as ew
 from expertwire import reference
+from expertwire.cli.bench_report import commit
 from expertwire.formats import FP8Block
 from expertwire.testing import first_mismatch, payload, random_rows, random_weights, round_robin, uniform_routing
 from expertwire.testing.gpu_timing import eager, kernel_times, median, replay
@@ -368,13 +368,6 @@ def soak(trips=2000):
         note(soak=3 * trips, ranks=num_ranks, wrong_elements=sum(wrong), seconds=time.perf_counter() - started)
 
 
-def commit():
-    try:
-        return subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
 PARTS = {"check": check, "decode": decode, "virtual": virtual, "prefill": prefill, "host": host, "soak": soak}
 
 
@@ -388,7 +381,7 @@ def main():
     facts = {
         "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
         "cuda": torch.version.cuda, "python": platform.python_version(), "command": " ".join(sys.argv),
-        "commit": args.commit or commit(),
+        "commit": args.commit or commit() or "unknown",
     }  # fmt: skip
     for part in args.parts:
         try:

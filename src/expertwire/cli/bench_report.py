@@ -80,7 +80,7 @@ def show(console: Console, title: str, rows: Sequence[Result]) -> None:
 def as_json(rows: Sequence[Result], formula: str = FORMULA, gpu: dict[str, Any] | None = None) -> dict[str, Any]:
     return {
         "command": shlex.join(["expertwire", *sys.argv[1:]]),
-        "commit": _commit(),
+        "commit": commit(),
         "machine": _machine() | (gpu or {}),
         "versions": {name: version for name in _PACKAGES if (version := _version(name))},
         "formula": formula,
@@ -131,7 +131,7 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
     """The commit of the source tree, with a plus if files were changed; None outside a checkout."""
     here = Path(__file__).parent
 
@@ -142,8 +142,8 @@ def _commit() -> str | None:
             return None
         return done.stdout.strip() if done.returncode == 0 else None
 
-    commit = git("rev-parse", "HEAD")
-    return commit and commit + ("+" if git("status", "--porcelain", "--", str(here.parent)) else "")
+    found = git("rev-parse", "HEAD")
+    return found and found + ("+" if git("status", "--porcelain", "--", str(here.parent)) else "")
 
 
 _WIDTH, _HEIGHT, _MARGIN = 720, 440, 70
