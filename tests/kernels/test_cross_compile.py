@@ -52,7 +52,7 @@ KERNELS = {
     "combine, by rank": (combine_gather, COMBINE | {"BY_RANK": True, "ROWS": 1, "COLUMNS": 2048, "PARTS": 4}, 4),
     "plan": (
         plan_count, PLAN | {
-            "EXPERTS": 256, "EXPERT_BINS": 512, "RANK_BINS": 16, "BLOCKS": 64, "COLUMNS": 512, "LAYOUT": 1
+            "EXPERTS": 256, "EXPERT_BINS": 512, "RANK_BINS": 16, "BLOCKS": 64, "COLUMNS": 256, "LAYOUT": 1
         }, 16,
     ),
     "place ranks": (place_ranks, PLAN | {"SENDS": 8, "WEIGHTED": True, "payload_bytes": 7168}, 8),

@@ -34,6 +34,7 @@ LAYOUTS = {
     Layout.EXPERT_SLOTS: EXPERT_SLOTS.value,
 }
 MAX_TILE_ROWS = 4  # tokens that a block of `dispatch_send` takes at a time
+COUNTED_TOKENS = 64
 FUSED_COMPARISONS = 1 << 16  # TOKENS * SLOTS * SLOTS that one block of `dispatch_slots` may make
 
 
@@ -119,7 +120,7 @@ class DeviceEngine:
         slots, layout, weights = self._slots, LAYOUTS[step.layout], step.topk_weights
         compact = step.layout is Layout.COMPACT
         per_token = slots * max(slots, self._ranks if compact else 0)
-        tokens = max(1, min(128 if compact else 64, 8192 // per_token))
+        tokens = max(1, min(128 if compact else COUNTED_TOKENS, 8192 // per_token))
         while ceil_div(self.capacity, tokens) > 256 and tokens * per_token < 1 << 15:
             tokens *= 2
         num_blocks = max(1, ceil_div(num_tokens, tokens))
@@ -131,13 +132,12 @@ class DeviceEngine:
         self.launch(
             plan_count, num_blocks,
             step.topk_idx, keys, block_counts, state.scratch("totals", torch.int32, width), first_rows,
-            state.scratch("sums", torch.int32, experts),
             step.expert_counts, step.padded_counts, step.offsets, step.rank_counts, bank.words, bank.counts,
             state.home, state.by_owner, state.owner_start, bank.epochs, bank.tickets, state.status,
             self.rank, num_tokens, num_blocks, self.num_ranks * self.capacity, step.alignment, self.spin_limit,
             R=self.num_ranks, RANKS=self._ranks, E=self.num_experts, EXPERTS=experts,
             EXPERT_BINS=pow2(self.num_experts + 1), RANK_BINS=pow2(self.num_ranks + 1), K=self.num_topk, SLOTS=slots,
-            TOKENS=tokens, BLOCKS=blocks, COLUMNS=min(pow2(width), max(16, 32768 // blocks)), LAYOUT=layout,
+            TOKENS=tokens, BLOCKS=blocks, COLUMNS=min(experts, max(16, 32768 // blocks)), LAYOUT=layout,
             num_warps=16,
         )  # fmt: skip
         addresses = self._addresses(step)

@@ -40,15 +40,17 @@ def place_experts(
     at = token.to(tl.int64) * K + slot
     key = tl.load(keys + at, mask=listed, other=-1)
     block = first // TOKENS
-    other = block.to(tl.int64) * TOKENS * K + tl.arange(0, KEYS)
-    theirs = tl.load(keys + other, mask=other < tl.minimum(num_tokens, first + ROWS).to(tl.int64) * K, other=-2)
+    earlier = tl.arange(0, KEYS)  # counted from the block's first selection, as `own`
+    own = (token - block * TOKENS) * K + slot
+    end = tl.max(tl.where(listed, own, 0), axis=0)
+    theirs = tl.load(keys + block.to(tl.int64) * TOKENS * K + earlier, mask=earlier < end, other=-2)
     sends = key >= 0
     known = tl.maximum(key, 0)
     index = tl.load(block_counts + block * (E + R) + known, mask=sends, other=0)
     index += tl.load(first_rows + known, mask=sends, other=0)
     owner = tl.load(home + known, mask=sends, other=0) >> HOME_RANK
     base = tl.load(row_bases + owner, mask=sends, other=0)
-    before = (theirs[None, :] == key[:, None]) & (other[None, :] < at[:, None])
+    before = (theirs[None, :] == key[:, None]) & (earlier[None, :] < own[:, None])
     row = (index + tl.sum(before.to(tl.int32), axis=1)).to(tl.int64)
     tl.store(where + at, tl.where(sends, (owner.to(tl.int64) << WHERE_RANK) | row, -1), mask=listed)
     tl.store(addresses + at, tl.where(sends, base + row * payload_bytes, 0), mask=listed)

@@ -36,27 +36,28 @@ EXPERT_SLOTS = tl.constexpr(2)
 
 @triton.jit
 def _add_blocks(
-    block_counts, totals, count_bases, rank, num_blocks,
-    R: tl.constexpr, WIDTH: tl.constexpr, BLOCKS: tl.constexpr, COLUMNS: tl.constexpr,
+    block_counts, totals, count_bases, rank, num_blocks, R: tl.constexpr, WIDTH: tl.constexpr, BEGIN: tl.constexpr,
+    END: tl.constexpr, BLOCKS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Turn the counts of blocks into counts before each block; their sums go to `totals` and to every peer."""
+    """Turn the counts of blocks, columns BEGIN to END of WIDTH, into counts before each block; their sums go to
+    `totals` and to every peer."""
     block = tl.arange(0, BLOCKS)
-    for first in range(0, WIDTH, COLUMNS):
+    for first in range(BEGIN, END, COLUMNS):
         column = first + tl.arange(0, COLUMNS)
         at = block_counts + block[:, None] * WIDTH + column[None, :]
-        mask = (block < num_blocks)[:, None] & (column < WIDTH)[None, :]
+        mask = (block < num_blocks)[:, None] & (column < END)[None, :]
         counts = tl.load(at, mask=mask, other=0)
         tl.store(at, tl.cumsum(counts, axis=0) - counts, mask=mask)
         total = tl.sum(counts, axis=0)
-        tl.store(totals + column, total, mask=column < WIDTH)
+        tl.store(totals + column, total, mask=column < END)
         for peer in range(R):
             theirs = tl.load(count_bases + peer).to(tl.pointer_type(tl.int32)) + rank * WIDTH
-            tl.store(theirs + column, total, mask=column < WIDTH)
+            tl.store(theirs + column, total, mask=column < END)
 
 
 @triton.jit
 def _first_rows(
-    counts, home, by_owner, owner_start, first_rows, scratch, expert_counts, padded_counts, offsets, rank, room,
+    counts, home, by_owner, owner_start, first_rows, expert_counts, padded_counts, offsets, rank, room,
     alignment, E: tl.constexpr, EXPERTS: tl.constexpr, R: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
     """first_rows [E]: this rank's first row of each expert, and what this rank receives per local expert.
@@ -79,9 +80,7 @@ def _first_rows(
     else:
         padded = (total + alignment - 1) // alignment * alignment
         running = tl.cumsum(padded, axis=0) - padded
-        tl.store(scratch + position, running, mask=mask)
-        tl.debug_barrier()
-        group = running - tl.load(scratch + start, mask=mask, other=0)
+        group = running - tl.gather(running, start, axis=0)
     if LAYOUT != COMPACT:
         tl.store(first_rows + expert, group + before, mask=mask)
     mine = mask & ((tl.load(home + expert, mask=mask, other=-1) >> HOME_RANK) == rank)
@@ -95,7 +94,7 @@ def _first_rows(
 
 @triton.jit(do_not_specialize=["rank", "num_tokens", "num_blocks", "spin_limit", "room", "alignment"])
 def plan_count(
-    topk_idx, keys, block_counts, totals, first_rows, scratch, expert_counts, padded_counts, offsets, rank_counts,
+    topk_idx, keys, block_counts, totals, first_rows, expert_counts, padded_counts, offsets, rank_counts,
     word_bases, count_bases, home, by_owner, owner_start, epochs, tickets, status,
     rank, num_tokens, num_blocks, room, alignment, spin_limit,
     R: tl.constexpr, RANKS: tl.constexpr, E: tl.constexpr, EXPERTS: tl.constexpr, EXPERT_BINS: tl.constexpr,
@@ -124,7 +123,8 @@ def plan_count(
         tl.store(tickets, 0)
         if R > 1:
             await_peers(word_bases, DONE, epoch - 1, rank, status, spin_limit, R, RANKS)
-        _add_blocks(block_counts, totals, count_bases, rank, num_blocks, R, width, BLOCKS, COLUMNS)
+        _add_blocks(block_counts, totals, count_bases, rank, num_blocks, R, width, 0, E, BLOCKS, COLUMNS)
+        _add_blocks(block_counts, totals, count_bases, rank, num_blocks, R, width, E, width, BLOCKS, RANKS)
         tl.debug_barrier()
         if R > 1:
             pointers, peers, mask = words_to(word_bases, COUNTS, rank, R, RANKS)
@@ -133,7 +133,7 @@ def plan_count(
             await_peers(word_bases, COUNTS, epoch, rank, status, spin_limit, R, RANKS)
         counts = tl.load(count_bases + rank).to(tl.pointer_type(tl.int32))
         _first_rows(
-            counts, home, by_owner, owner_start, first_rows, scratch, expert_counts, padded_counts, offsets, rank, room,
+            counts, home, by_owner, owner_start, first_rows, expert_counts, padded_counts, offsets, rank, room,
             alignment, E, EXPERTS, R, LAYOUT,
         )  # fmt: skip
         source = tl.arange(0, RANKS)
