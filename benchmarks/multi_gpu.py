@@ -28,7 +28,8 @@ from typing import Any
 # NVLink multicast stays off, in all that is started from here.
 OFF = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 DECODE_TOKENS = (16, 64, 128, 256, 512)
-SMS = (24, None, 12)  # None: all
+SMS = (24, None, 12)  # None: all, or a rank's share of the GPU
+MOST_SMS = 120
 
 
 @dataclass
@@ -61,15 +62,22 @@ class Section:
     wanted_s: float
 
 
-def plan(transports: tuple[str, ...], tokens: int, trips: int) -> list[Section]:
-    """What is run, the most telling first. TRANSPORT: the first transport that has passed its conformance checks."""
+def plan(transports: tuple[str, ...], tokens: int, trips: int, sharing: int = 1) -> list[Section]:
+    """What is run, the most telling first. TRANSPORT: the first transport that has passed its conformance checks.
+
+    `sharing` ranks on one GPU: budgets of SMs that do not fit beside each other would wait for each other for ever.
+    """
     first, *others = transports
     return [
         Section("pairs", "pairs", (), 60),
         Section(f"conformance {first}", "conformance", (first,), 120),
         Section("soak", "soak", ("TRANSPORT", trips), 60),
-        *(Section(f"prefill {sms or 'all'}", "prefill", ("TRANSPORT", tokens, sms, 1.0), 60) for sms in SMS),
-        *(Section(f"decode {n}", "decode", ("TRANSPORT", n, 1.0), 30) for n in DECODE_TOKENS),
+        *(
+            Section(f"prefill {sms or 'all'}", "prefill", ("TRANSPORT", tokens, sms, 1.0), 90)
+            for sms in SMS
+            if sms is None or sms * sharing <= MOST_SMS
+        ),
+        *(Section(f"decode {n}", "decode", ("TRANSPORT", n, 1.0), 45) for n in DECODE_TOKENS),
         Section("nccl", "nccl", (nccl_cases(tokens), 0.5), 60),
         Section("floor", "floor", ("TRANSPORT", "SIZES"), 30),
         *(Section(f"conformance {name}", "conformance", (name,), 90) for name in others),
@@ -292,7 +300,7 @@ def main() -> None:
     report = Report(facts(num_ranks, bool(args.virtual), args.commit or commit() or "unknown"), args.out)
     setup = Setup(virtual=bool(args.virtual))
     with Mps() if args.virtual > 1 else contextlib.nullcontext(), Processes(num_ranks) as processes:
-        run(processes, setup, plan(transports, args.tokens, args.trips), clock, report)
+        run(processes, setup, plan(transports, args.tokens, args.trips, args.virtual or 1), clock, report)
     report.end()
 
 
