@@ -188,3 +188,27 @@ def test_what_is_not_offered_says_so():
                 buf.dispatch(x, ids)
 
     ew.World(1, device="cuda").run(rank_work)
+
+
+def test_a_profiler_is_told_how_many_bytes_move():
+    from triton import knobs
+
+    told = {}
+
+    def listen(metadata):
+        told.update({metadata.get()["name"]: metadata.get().get("bytes")})
+
+    def rank_work(rank):
+        with buffer(rank) as buf:
+            check_rank(buf, SLOTS, FP8Block(), steps=1)
+            check_rank(buf, COMPACT, BF16(), steps=1)
+
+    knobs.runtime.launch_enter_hook.add(listen)
+    try:
+        ew.World(1, device="cuda").run(rank_work)
+    finally:
+        knobs.runtime.launch_enter_hook.remove(listen)
+    row = HIDDEN + 4 * (HIDDEN // 128)
+    assert told["dispatch_slots"] == CAPACITY * (2 * HIDDEN + TOPK * row)
+    assert told["dispatch_send"] == CAPACITY * (2 * HIDDEN + 2 * HIDDEN)  # COMPACT on one rank: a place for each token
+    assert told["combine_gather"] is not None

@@ -21,10 +21,11 @@ import triton.language as tl
 from expertwire.kernels.combine_send import publish_rows
 from expertwire.kernels.combine_sum import sum_ranks, sum_rows
 from expertwire.kernels.memory import ticket_acq_rel
+from expertwire.kernels.profile import combine_gather_bytes
 from expertwire.kernels.routing import COMBINE_DONE, COMBINE_READY, DONE, await_peers, signal
 
 
-@triton.jit(do_not_specialize=["rank", "num_tokens", "spin_limit"])
+@triton.jit(do_not_specialize=["rank", "num_tokens", "spin_limit"], launch_metadata=combine_gather_bytes)
 def combine_gather(
     y, source_bases, where, topk_weights, bias0, bias1, out, word_bases, epochs, tickets, dispatch_epochs, status,
     rank, num_tokens, spin_limit,

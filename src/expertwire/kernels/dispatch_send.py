@@ -19,6 +19,7 @@ import triton.language as tl
 
 from expertwire.kernels.memory import ticket_acq_rel
 from expertwire.kernels.place import place_experts
+from expertwire.kernels.profile import dispatch_send_bytes
 from expertwire.kernels.quantize import encode_blocks
 from expertwire.kernels.routing import READY, WHERE_RANK, WHERE_ROW, await_peers, signal
 
@@ -47,7 +48,9 @@ def _copy_scales(
         tl.store(sf.to(tl.pointer_type(sf_type)) + unit, scales, mask=(sf != 0) & (unit < sf_units))
 
 
-@triton.jit(do_not_specialize=["rank", "num_tokens", "sf_at", "meta_at", "spin_limit"])
+@triton.jit(
+    do_not_specialize=["rank", "num_tokens", "sf_at", "meta_at", "spin_limit"], launch_metadata=dispatch_send_bytes
+)
 def dispatch_send(
     x, sf_in, keys, block_counts, first_rows, home, addresses, sends_to, row_bases, word_bases, epochs, tickets, status,
     rank, num_tokens, sf_at, meta_at, spin_limit,

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from expertwire.kernels.memory import exchange_release, pack_word, ticket_acq_rel
+from expertwire.kernels.profile import dispatch_slots_bytes
 from expertwire.kernels.quantize import encode_blocks, load_blocks, store_scales
 from expertwire.kernels.routing import (
     COUNTS,
@@ -87,7 +88,10 @@ def total_counts(
     tl.store(rank_counts + R, tl.sum(rows, axis=0))
 
 
-@triton.jit(do_not_specialize=["rank", "num_tokens", "spin_limit", "room", "L", "sf_at", "meta_at"])
+@triton.jit(
+    do_not_specialize=["rank", "num_tokens", "spin_limit", "room", "L", "sf_at", "meta_at"],
+    launch_metadata=dispatch_slots_bytes,
+)
 def dispatch_slots(
     x, topk_idx, where, expert_counts, rank_counts,
     word_bases, count_bases, row_bases, home, own_experts, epochs, tickets, status,
