@@ -75,7 +75,7 @@ def fake(samples):
 
 def test_report_of_a_result(capsys):
     samples = {
-        "expertwire": [7e-6, 8e-6, 9e-6], "expertwire, eager": [20e-6], "expertwire, host time of it": [90e-6],
+        "expertwire": [7e-6, 8e-6, 9e-6], "expertwire, eager": [20e-6], "host time of an eager call": [90e-6],
         "plain torch": [80e-6], "floor": [2e-6],
     }  # fmt: skip
     slower = samples | {"expertwire": [10e-6, 10e-6, 10e-6]}
@@ -149,7 +149,7 @@ def test_the_measurement_itself(monkeypatch, layout, wire):
     assert of_rank[0][1].num_bytes == 2 * 6 * 512 + rows * 512
     assert of_rank[0][0].samples["floor"] == [of_rank[0][0].num_bytes / 1e9]
     assert list(of_rank[0][0].samples) == [
-        "expertwire", "expertwire, eager", "expertwire, host time of it", "plain torch", "floor"
+        "expertwire", "expertwire, eager", "host time of an eager call", "plain torch", "floor"
     ]  # fmt: skip
     assert {10, 40} == set(calls)
 

@@ -84,7 +84,7 @@ class _DeviceBench:
         sent = self._check(buffer)
         rows = self._y_as(sent)
         there, back, both = self._calls(buffer, sent, rows)
-        num_rows = self._case.rows_sent(self._idx.cpu())
+        num_rows = self._case.rows_sent(self._oracle.inputs[self._rank][1])
         dispatched, summed = self._case.dispatch_bytes(num_rows), self._case.combine_bytes(num_rows)
         plain_there, plain_back = self._plain()
         ordinary: dict[str, Callable[[], object]] = {}
@@ -166,9 +166,9 @@ class _DeviceBench:
             for name, fn in captured.items()
         }  # fmt: skip
         lines["expertwire, eager"] = gpu_timing.eager(ours, calls)
-        lines["expertwire, host time of it"] = gpu_timing.host(ours, 4 * calls)
+        lines["host time of an eager call"] = gpu_timing.host(ours, 4 * calls)
         samples = gpu_timing.take_turns(lines, self._ranks.all_gather, self._barrier, seconds * len(lines))
-        order = ("expertwire", *others, "expertwire, eager", "expertwire, host time of it", "plain torch")
+        order = ("expertwire", *others, "expertwire, eager", "host time of an eager call", "plain torch")
         samples = {name: samples[name] for name in order if name in samples}
         facts = torch.cuda.get_device_properties(torch.cuda.current_device())
         everyone = self._ranks.all_gather((str(facts.uuid), num_bytes))
