@@ -68,7 +68,7 @@ def device_transport_name(requested: str, group: Bootstrap) -> str:
         raise TransportUnavailable(
             f"transport={requested!r} does not fit this group, whose ranks are {have}; use {use}"
         )
-    reason = gpus.symm_mem_missing() if requested == "symm_mem" else None
+    reason = gpus.symm_mem_unavailable() if requested == "symm_mem" else None
     if reason:
         raise TransportUnavailable(f"transport 'symm_mem' does not work here: {reason}")
     return fitting[0] if requested == "auto" else requested

@@ -20,11 +20,14 @@ THREADS, PROCESSES = Rank(Crew(2), 0), SimpleNamespace(rank=0, num_ranks=2)
 HERE, BESIDE = (Seat("a", f"uuid{i}", i, "H200", 132) for i in range(2))
 
 
-def test_names():
+def test_names(monkeypatch):
+    chosen = []
+    monkeypatch.setattr("torch.distributed._symmetric_memory.set_backend", chosen.append)
     assert device_transport_name("auto", THREADS) == "inproc"
     assert device_transport_name("auto", PROCESSES) == "cuda_ipc"
     for name in ("cuda_ipc", "symm_mem"):
         assert device_transport_name(name, PROCESSES) == name
+    assert chosen == ["CUDA"]
 
 
 @pytest.mark.parametrize(
@@ -108,24 +111,21 @@ def test_a_peers_memory_is_mapped_for_the_own_gpu():
 
 def test_symmetric_memory_never_uses_multicast(monkeypatch):
     monkeypatch.setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "0")
-    chosen = []
-    monkeypatch.setattr("torch.distributed._symmetric_memory.set_backend", chosen.append)
-    group = SimpleNamespace(rank=0, num_ranks=1, process_group=None)
-    SymmMem(group, torch.device("cuda", 0))
+    SymmMem(SimpleNamespace(rank=0, num_ranks=1, process_group=None), torch.device("cuda", 0))
     assert os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
-    assert chosen == ["CUDA"]
 
 
 def test_another_backend_in_use_is_said(monkeypatch):
-    def refuse(name):
-        raise RuntimeError("Backend can not be changed after use.")
+    """Before memory is taken, so that the peers hear of it."""
 
-    monkeypatch.setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    def refuse(name):
+        raise RuntimeError("Backend can not be changed after use.\nframes")
+
     monkeypatch.setattr("torch.distributed._symmetric_memory.set_backend", refuse)
-    monkeypatch.setattr("torch.distributed._symmetric_memory.get_backend", lambda device: "NVSHMEM")
-    group = SimpleNamespace(rank=1, num_ranks=2, process_group=None)
-    with pytest.raises(ew.TransportUnavailable, match=r"rank 1: .*already uses 'NVSHMEM'.*unset TORCH_SYMMMEM"):
-        SymmMem(group, torch.device("cuda", 0))
+    with pytest.raises(
+        ew.TransportUnavailable, match=r"\(Backend can not be changed after use\.\); unset TORCH_SYMMMEM"
+    ):
+        device_transport_name("symm_mem", PROCESSES)
 
 
 def test_memory_is_new_and_its_addresses_are_everybodys(monkeypatch):
@@ -141,7 +141,6 @@ def test_memory_is_new_and_its_addresses_are_everybodys(monkeypatch):
         return SimpleNamespace(buffer_ptrs=[tensor.data_ptr(), 4096])
 
     monkeypatch.setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    monkeypatch.setattr("torch.distributed._symmetric_memory.set_backend", lambda name: None)
     monkeypatch.setattr("torch.distributed._symmetric_memory.rendezvous", rendezvous)
     monkeypatch.setattr("torch._C._distributed_c10d._SymmetricMemory", SimpleNamespace(empty_strided_p2p=empty))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))

@@ -44,7 +44,7 @@ def look() -> Facts:
     """The facts of this machine. Never raises for what a machine lacks."""
     import torch
 
-    from expertwire.transports.gpus import symm_mem_missing
+    from expertwire.transports.gpus import symm_mem_unavailable
 
     folder = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -60,7 +60,7 @@ def look() -> Facts:
             (a, b) for a in range(count) for b in range(count) if a != b and not torch.cuda.can_device_access_peer(a, b)
         ),
         ipc=_ipc_problem() if count else None,
-        symm_mem=symm_mem_missing(),
+        symm_mem=symm_mem_unavailable() if count else None,
     )
 
 

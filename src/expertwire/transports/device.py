@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 import torch
 
-from expertwire.errors import TransportUnavailable
 from expertwire.transports.base import Bootstrap
 
 
@@ -91,19 +90,9 @@ class SymmMem(_SharedDevice):
     any_address = False
 
     def __init__(self, group: ProcessBootstrap, device: torch.device) -> None:
-        from torch.distributed import _symmetric_memory
-
         super().__init__(group, device)
         self._process_group = group.process_group
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
-        try:
-            _symmetric_memory.set_backend("CUDA")
-        except RuntimeError as error:
-            used = _symmetric_memory.get_backend(device)
-            raise TransportUnavailable(
-                f"rank {self.rank}: transport='symm_mem' needs the backend 'CUDA' of torch's symmetric memory, but "
-                f"this process already uses {used!r} ({error}); unset TORCH_SYMMMEM, or use 'cuda_ipc'"
-            ) from error
 
     def allocate(self, num_bytes: int) -> tuple[torch.Tensor, list[int]]:
         from torch._C._distributed_c10d import _SymmetricMemory

@@ -37,10 +37,17 @@ def seat(device: torch.device) -> Seat:
     )  # fmt: skip
 
 
-def symm_mem_missing() -> str | None:
-    """None if torch has symmetric memory, else the reason and the remedy."""
+def symm_mem_unavailable() -> str | None:
+    """None if this process can use torch's symmetric memory with its backend "CUDA", else the reason and the remedy."""
     if importlib.util.find_spec("torch.distributed._symmetric_memory") is None:
         return f"torch {torch.__version__} has no symmetric memory; install torch >= 2.10, or use 'cuda_ipc'"
+    from torch.distributed import _symmetric_memory
+
+    try:
+        _symmetric_memory.set_backend("CUDA")
+    except RuntimeError as error:
+        why = str(error).splitlines()[0]
+        return f"this process cannot use torch's backend 'CUDA' for it ({why}); unset TORCH_SYMMMEM, or use 'cuda_ipc'"
     return None
 
 
