@@ -23,7 +23,7 @@ HOPPER, BLACKWELL, CDNA3 = GPUTarget("cuda", 90, 32), GPUTarget("cuda", 100, 32)
 WORDS = {"x": "*bf16", "y": "*bf16", "out": "*bf16", "topk_weights": "*fp32", "tickets": "*i32", "home": "*i32"}
 WORDS |= dict.fromkeys(["keys", "block_counts", "first_rows", "totals", "scratch", "own_experts", "by_owner"], "*i32")
 WORDS |= dict.fromkeys(["expert_counts", "padded_counts", "offsets", "rank_counts", "owner_start"], "*i32")
-NUMBERS = {"rank", "num_tokens", "num_blocks", "room", "L", "alignment", "spin_limit", "sf_at", "meta_at"}
+NUMBERS = {"rank", "num_tokens", "num_blocks", "room", "L", "first_own", "alignment", "spin_limit", "sf_at", "meta_at"}
 SIZES = {"R": 8, "RANKS": 8, "E": 256, "hidden": 7168, "BLOCK": 128}
 SLOTS = SIZES | {
     "BINS": 512, "LOCAL": 32, "K": 8, "SLOTS": 8, "TOKENS": 128, "LINES": 64, "PARTS": 1, "UE8M0": False,
@@ -42,9 +42,10 @@ PLAN = SIZES | {"K": 8, "SLOTS": 8, "TOKENS": 64}
 KERNELS = {
     "slots fp8": (dispatch_slots, SLOTS | {"FP8": True, "sf_bytes": 224}, 8),
     "slots bf16": (dispatch_slots, SLOTS | {"FP8": False, "sf_bytes": 0}, 8),
-    "send fp8": (dispatch_send, SEND | {"ROWS": 2, "FP8": True, "sf_units": 56}, 16),
+    "send fp8": (dispatch_send, SEND | {"ROWS": 1, "FP8": True, "sf_units": 56}, 4),
     "send fp8, few SMs": (dispatch_send, SEND | PLACED | {"SENDS": 2, "ROWS": 4, "FP8": True, "sf_units": 56}, 32),
-    "send bf16": (dispatch_send, SEND | {"ROWS": 2, "FP8": False, "sf_units": 0}, 16),
+    "send bf16": (dispatch_send, SEND | {"ROWS": 1, "FP8": False, "sf_units": 0}, 4),
+    "send fp8 to experts, few SMs": (dispatch_send, SEND | {"ROWS": 4, "FP8": True, "sf_units": 56}, 32),
     "send bf16, few SMs": (dispatch_send, SEND | PLACED | {"SENDS": 2, "ROWS": 4, "FP8": False, "sf_units": 0}, 16),
     "combine": (combine_gather, COMBINE | {"ROWS": 1, "COLUMNS": 1024, "PARTS": 7}, 4),
     "combine, many tokens": (combine_gather, COMBINE | {"ROWS": 1, "COLUMNS": 8192, "PARTS": 1}, 16),
@@ -113,10 +114,17 @@ def test_cuda(compiled, tmp_path, name, target):
         assert re.search(r"atom\S*\.(sys\.release|release\.sys)\S*\.exch\.b64", ptx)
         assert re.search(r"atom\S*\.(gpu\.acq_rel|acq_rel\.gpu)\S*\.add", ptx)
     registers, stack = resources(kernel.asm["cubin"], tmp_path)
-    assert registers <= 65536 // (32 * max(kernel.metadata.num_warps, 16)), "what a grid that waits counts on"
+    if name != "send fp8":  # waits only in its last block
+        assert registers <= 65536 // (32 * max(kernel.metadata.num_warps, 16)), "what a grid that waits counts on"
     # 32 warps leave 64 registers a thread: a few loop constants of the FP8 kernel spill, and it is still the fastest.
-    # The plan adds its blocks up in one table that spills once: in two passes it takes 4 us longer.
-    assert stack <= {"plan": 240, "send fp8, few SMs": 48}.get(name, 0)
+    # The plan adds its blocks up in one table that spills a little: in two passes it takes 4 us longer.
+    assert stack <= {
+        "plan": 48,
+        "send fp8, few SMs": 48,
+        "send fp8 to experts, few SMs": 64,
+        "send fp8": 8,
+        "send bf16": 8,
+    }.get(name, 0)
 
 
 @pytest.mark.parametrize("name", ["slots bf16", "send bf16", "combine, many tokens"])

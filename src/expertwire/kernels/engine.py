@@ -134,7 +134,8 @@ class DeviceEngine:
             step.topk_idx, keys, block_counts, state.scratch("totals", torch.int32, width), first_rows,
             step.expert_counts, step.padded_counts, step.offsets, step.rank_counts, bank.words, bank.counts,
             state.home, state.by_owner, state.owner_start, bank.epochs, bank.tickets, state.status,
-            self.rank, num_tokens, num_blocks, self.num_ranks * self.capacity, step.alignment, self.spin_limit,
+            self.rank, num_tokens, num_blocks, self.num_ranks * self.capacity, step.alignment,
+            state.first_own, state.num_local_experts, self.spin_limit,
             R=self.num_ranks, RANKS=self._ranks, E=self.num_experts, EXPERTS=experts,
             EXPERT_BINS=pow2(self.num_experts + 1), RANK_BINS=pow2(self.num_ranks + 1), K=self.num_topk, SLOTS=slots,
             TOKENS=tokens, BLOCKS=blocks, COLUMNS=min(experts, max(16, 32768 // blocks)), LAYOUT=layout,
@@ -173,19 +174,20 @@ class DeviceEngine:
     ) -> None:  # fmt: skip
         """Rows along a plan. `x` [T, width] bfloat16 or opaque units; `sf` for opaque rows.
 
-        One block per SM, with up to four rows of 14336 bytes in 16 warps: few SMs need many loads in flight.
+        Many small blocks with a row each; or, on a strict budget, one block per SM with up to four rows of 14336 bytes,
+        since few SMs need many loads in flight.
         """
         bank, rows, num_tokens = self.state.banks[step.bank], places.rows, x.shape[0]
         lines = pow2(ceil_div(rows.width, rows.block))
         if rows.fp8 and rows.ue8m0:
             lines = max(lines, 4)
         tile = lines * rows.block * rows.unit_bytes
-        many = rows_per_block or max(1, min(MAX_TILE_ROWS, (1 << 16) // tile, pow2(ceil_div(num_tokens, self.num_sms))))
-        if not self.strict_sms and rows_per_block is None:
-            many = min(many, 2)
-        many = min(many, plan.tokens)
-        most = 32 if self.strict_sms and rows.fp8 else 16
-        grid = min(max(1, ceil_div(num_tokens, many)), self.num_sms * (1 if self.strict_sms else 4))
+        many, most, grid = 1, 4, 8 * self.num_sms
+        if self.strict_sms:
+            many = min(MAX_TILE_ROWS, plan.tokens, (1 << 16) // tile, pow2(ceil_div(num_tokens, self.num_sms)))
+            many, most, grid = max(1, many), 32 if rows.fp8 else 16, self.num_sms
+        many = rows_per_block or many
+        grid = min(max(1, ceil_div(num_tokens, many)), grid)
         self.launch(
             dispatch_send, grid,
             x, sf, plan.keys, plan.block_counts, plan.first_rows, self.state.home if plan.keys is not None else None,

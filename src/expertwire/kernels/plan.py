@@ -20,7 +20,6 @@ from expertwire.kernels.memory import exchange_release, pack_word, ticket_acq_re
 from expertwire.kernels.routing import (
     COUNTS,
     DONE,
-    HOME_RANK,
     await_peers,
     histogram,
     last_of_rank,
@@ -35,39 +34,40 @@ EXPERT_SLOTS = tl.constexpr(2)
 
 
 @triton.jit
-def _add_blocks(
-    block_counts, totals, count_bases, rank, num_blocks, R: tl.constexpr, WIDTH: tl.constexpr, BEGIN: tl.constexpr,
-    END: tl.constexpr, BLOCKS: tl.constexpr, COLUMNS: tl.constexpr,
+def _load_table(
+    block_counts, num_blocks, column, end, WIDTH: tl.constexpr, BLOCKS: tl.constexpr
 ):  # fmt: skip
-    """Turn the counts of blocks, columns BEGIN to END of WIDTH, into counts before each block; their sums go to
-    `totals` and to every peer."""
+    """Counts of all blocks [BLOCKS, COLUMNS], where they are, and the mask."""
     block = tl.arange(0, BLOCKS)
-    for first in range(BEGIN, END, COLUMNS):
-        column = first + tl.arange(0, COLUMNS)
-        at = block_counts + block[:, None] * WIDTH + column[None, :]
-        mask = (block < num_blocks)[:, None] & (column < END)[None, :]
-        counts = tl.load(at, mask=mask, other=0)
-        tl.store(at, tl.cumsum(counts, axis=0) - counts, mask=mask)
-        total = tl.sum(counts, axis=0)
-        tl.store(totals + column, total, mask=column < END)
-        for peer in range(R):
-            theirs = tl.load(count_bases + peer).to(tl.pointer_type(tl.int32)) + rank * WIDTH
-            tl.store(theirs + column, total, mask=column < END)
+    at = block_counts + block[:, None] * WIDTH + column[None, :]
+    mask = (block < num_blocks)[:, None] & (column < end)[None, :]
+    return tl.load(at, mask=mask, other=0), at, mask
+
+
+@triton.jit
+def _add_blocks(
+    counts, at, mask, totals, count_bases, rank, column, end, R: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """Turn the counts of blocks into counts before each block; their sums go to `totals` and to every peer."""
+    tl.store(at, tl.cumsum(counts, axis=0) - counts, mask=mask)
+    total = tl.sum(counts, axis=0)
+    tl.store(totals + column, total, mask=column < end)
+    for peer in range(R):
+        theirs = tl.load(count_bases + peer).to(tl.pointer_type(tl.int32)) + rank * WIDTH
+        tl.store(theirs + column, total, mask=column < end)
 
 
 @triton.jit
 def _first_rows(
-    counts, home, by_owner, owner_start, first_rows, expert_counts, padded_counts, offsets, rank, room,
-    alignment, E: tl.constexpr, EXPERTS: tl.constexpr, R: tl.constexpr, LAYOUT: tl.constexpr,
+    counts, expert, start, first_rows, expert_counts, padded_counts, offsets, rank, room, alignment, first_own, L,
+    E: tl.constexpr, EXPERTS: tl.constexpr, R: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
     """first_rows [E]: this rank's first row of each expert, and what this rank receives per local expert.
 
-    by_owner [E] are experts in order of (owner, local id); owner_start [E] is the position of the owner's first one.
+    `expert` and `start` [EXPERTS] are `by_owner` and `owner_start`.
     """
     position = tl.arange(0, EXPERTS)
     mask = position < E
-    expert = tl.load(by_owner + position, mask=mask, other=0)
-    start = tl.load(owner_start + position, mask=mask, other=0)
     total = tl.zeros([EXPERTS], tl.int32)
     before = tl.zeros([EXPERTS], tl.int32)
     for source in range(R):
@@ -83,8 +83,8 @@ def _first_rows(
         group = running - tl.gather(running, start, axis=0)
     if LAYOUT != COMPACT:
         tl.store(first_rows + expert, group + before, mask=mask)
-    mine = mask & ((tl.load(home + expert, mask=mask, other=-1) >> HOME_RANK) == rank)
-    local = position - start
+    local = position - first_own
+    mine = (local >= 0) & (local < L)
     tl.store(expert_counts + local, total, mask=mine)
     if LAYOUT != EXPERT_SLOTS:  # there, both are fixed
         tl.store(padded_counts + local, padded, mask=mine)
@@ -92,17 +92,21 @@ def _first_rows(
         tl.store(offsets, 0)
 
 
-@triton.jit(do_not_specialize=["rank", "num_tokens", "num_blocks", "spin_limit", "room", "alignment"])
+@triton.jit(do_not_specialize=["rank", "num_tokens", "num_blocks", "room", "alignment", "first_own", "L", "spin_limit"])
 def plan_count(
     topk_idx, keys, block_counts, totals, first_rows, expert_counts, padded_counts, offsets, rank_counts,
     word_bases, count_bases, home, by_owner, owner_start, epochs, tickets, status,
-    rank, num_tokens, num_blocks, room, alignment, spin_limit,
+    rank, num_tokens, num_blocks, room, alignment, first_own, L, spin_limit,
     R: tl.constexpr, RANKS: tl.constexpr, E: tl.constexpr, EXPERTS: tl.constexpr, EXPERT_BINS: tl.constexpr,
     RANK_BINS: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr, BLOCKS: tl.constexpr,
     COLUMNS: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
     """Block b counts tokens [b * TOKENS, (b + 1) * TOKENS). Writes keys [T, K]: the expert, or the rank for COMPACT,
-    whose rows a selection is numbered among, -1 = none; block_counts [num_blocks, E + R]; first_rows [E + R]."""
+    whose rows a selection is numbered among, -1 = none; block_counts [num_blocks, E + R]; first_rows [E + R].
+
+    by_owner [E] are experts in order of (owner, local id), owner_start [E] the position of the owner's first one; those
+    of this rank are L from position first_own on.
+    """
     block = tl.program_id(0)
     epoch = tl.load(epochs) + 1
     width: tl.constexpr = E + R
@@ -121,10 +125,19 @@ def plan_count(
     tl.store(block_counts + block * width + E + bins, ranks, mask=bins < R)
     if ticket_acq_rel(tickets) == num_blocks - 1:
         tl.store(tickets, 0)
+        # One block works alone here, so what it waits for is memory: all loads that can be early are.
+        position = tl.arange(0, EXPERTS)
+        expert = tl.load(by_owner + position, mask=position < E, other=0)
+        start = tl.load(owner_start + position, mask=position < E, other=0)
+        source = tl.arange(0, RANKS)
+        of_ranks, ranks_at, ranks_mask = _load_table(block_counts, num_blocks, E + source, width, width, BLOCKS)
         if R > 1:
             await_peers(word_bases, DONE, epoch - 1, rank, status, spin_limit, R, RANKS)
-        _add_blocks(block_counts, totals, count_bases, rank, num_blocks, R, width, 0, E, BLOCKS, COLUMNS)
-        _add_blocks(block_counts, totals, count_bases, rank, num_blocks, R, width, E, width, BLOCKS, RANKS)
+        for first in range(0, E, COLUMNS):
+            column = first + tl.arange(0, COLUMNS)
+            of_experts, experts_at, experts_mask = _load_table(block_counts, num_blocks, column, E, width, BLOCKS)
+            _add_blocks(of_experts, experts_at, experts_mask, totals, count_bases, rank, column, E, R, width)
+        _add_blocks(of_ranks, ranks_at, ranks_mask, totals, count_bases, rank, E + source, width, R, width)
         tl.debug_barrier()
         if R > 1:
             pointers, peers, mask = words_to(word_bases, COUNTS, rank, R, RANKS)
@@ -132,16 +145,15 @@ def plan_count(
             exchange_release(pointers, pack_word(epoch + tl.zeros([RANKS], tl.int64), rows), mask)
             await_peers(word_bases, COUNTS, epoch, rank, status, spin_limit, R, RANKS)
         counts = tl.load(count_bases + rank).to(tl.pointer_type(tl.int32))
-        _first_rows(
-            counts, home, by_owner, owner_start, first_rows, expert_counts, padded_counts, offsets, rank, room,
-            alignment, E, EXPERTS, R, LAYOUT,
-        )  # fmt: skip
-        source = tl.arange(0, RANKS)
+        arriving = tl.load(counts + source * width + E + rank, mask=source < R, other=0)
         before = tl.zeros([RANKS], tl.int32)
         for other in range(R):
             theirs = tl.load(counts + other * width + E + source, mask=source < R, other=0)
             before += tl.where(other < rank, theirs, 0)
+        _first_rows(
+            counts, expert, start, first_rows, expert_counts, padded_counts, offsets, rank, room, alignment, first_own,
+            L, E, EXPERTS, R, LAYOUT,
+        )  # fmt: skip
         tl.store(first_rows + E + source, before, mask=source < R)
-        arriving = tl.load(counts + source * width + E + rank, mask=source < R, other=0)
         tl.store(rank_counts + source, arriving, mask=source < R)
         tl.store(rank_counts + R, tl.sum(arriving, axis=0))

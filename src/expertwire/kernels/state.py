@@ -161,6 +161,7 @@ class DeviceState:
         by_owner = sorted(range(self.num_experts), key=lambda e: (owners[e], local[e]))
         start = {owners[e]: position for position, e in reversed(list(enumerate(by_owner)))}
         self.by_owner = self.int32(by_owner)
+        self.first_own = start.get(self.rank, 0)
         self.owner_start = self.int32([start[owners[e]] for e in by_owner])
         room = self.num_ranks * capacity
         self.slot_offsets = self.int32([i * room for i in range(self.num_local_experts + 1)])
