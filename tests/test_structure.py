@@ -34,6 +34,7 @@ LAYERS = [
             "call",
             "combine",
             "config",
+            "device_autograd",
             "device_calls",
             "device_combine",
             "device_steps",

@@ -152,6 +152,7 @@ class Buffer:
 
     def _on_device(self, ranks: Bootstrap, timeout_s: float | None, *, validate: bool, num_sms: int | None) -> None:
         """The same parts for a GPU; what they are called here is what they answer to on the CPU."""
+        from expertwire.device_autograd import DeviceGradients
         from expertwire.device_calls import DeviceDispatcher, rehearse
         from expertwire.device_combine import DeviceCombiner
         from expertwire.device_steps import DeviceSteps
@@ -166,10 +167,11 @@ class Buffer:
         self._engine = _DeviceTotals(runtime, (0,) * self.num_ranks)
         self._steps = DeviceSteps(runtime.engine)
         self._steps.runtime = runtime
+        gradients = DeviceGradients(s, runtime, self._steps)
         self._dispatch = DeviceDispatcher(
-            self, s, runtime, self._steps, validate=validate, raise_if_full=self._raise_if_full
+            self, s, runtime, self._steps, gradients, validate=validate, raise_if_full=self._raise_if_full
         )
-        self._combine = DeviceCombiner(self, s, runtime, self._steps)
+        self._combine = DeviceCombiner(self, s, runtime, self._steps, gradients)
 
     # -- the two operations --------------------------------------------------------------------------------------
 

@@ -14,8 +14,9 @@ import torch
 
 from expertwire import _check
 from expertwire.call import record
+from expertwire.device_autograd import DeviceGradients
 from expertwire.device_steps import Arrived, DeviceSteps, check_handle, copy_used_rows
-from expertwire.errors import InvalidArgument, TransportUnavailable
+from expertwire.errors import InvalidArgument
 from expertwire.formats import BF16, FP8Block, WireFormat
 from expertwire.formats.fp8 import column_major
 from expertwire.handle import Dispatched, Handle
@@ -28,10 +29,11 @@ class DeviceDispatcher:
     """Makes the dispatch calls of one buffer."""
 
     def __init__(
-        self, owner: object, settings: _check.Settings, runtime: DeviceRuntime, steps: DeviceSteps, *, validate: bool,
-        raise_if_full: Callable[[], None],
+        self, owner: object, settings: _check.Settings, runtime: DeviceRuntime, steps: DeviceSteps,
+        gradients: DeviceGradients, *, validate: bool, raise_if_full: Callable[[], None],
     ) -> None:  # fmt: skip
         self._owner, self._settings, self._runtime, self._steps = owner, settings, runtime, steps
+        self._gradients = gradients
         self._engine, self._state, self._rank = runtime.engine, runtime.engine.state, runtime.engine.rank
         self._validate, self._raise_if_full = validate, raise_if_full
         self.dropped_selections = 0
@@ -44,6 +46,10 @@ class DeviceDispatcher:
         try:
             _check.dispatch_options(self._rank, layout, expert_alignment, counts, wire)
             payload, sf, rows, dtypes = self._rows(x, wire)
+            source = None if isinstance(x, tuple) else x
+            differentiable = self._gradients.wanted(source, topk_weights)
+            if differentiable:
+                self._check_gradients(source, wire, zero_copy)
             bank = self._steps.dispatches.lane.bank(epoch)
             cached = handle is not None
             exact = counts == "host"
@@ -96,6 +102,13 @@ class DeviceDispatcher:
                 self._steps.dispatches.end(epoch)
             if not cached:
                 handle._arrived = Arrived(step, num_rows, exact, epoch if zero_copy else None, routing)
+            if differentiable:
+                weights = None if cached else routing["topk_weights"]()
+                fields["x"], weights = self._gradients.tie_dispatch(
+                    handle, handle._arrived, source, topk_weights, fields["x"], weights
+                )
+                if weights is not None:
+                    fields["topk_weights"] = weights
             return fields | counted | {"_lazy": routing}
 
         return record(Dispatched, complete, defer_receive, handle=handle)
@@ -138,8 +151,6 @@ class DeviceDispatcher:
         _check.tokens(rank, "x", found.shape[0], settings.num_max_tokens_per_rank)
         if found.data_ptr() % 16:
             raise InvalidArgument(f"rank {rank}: x must begin at a multiple of 16 bytes")
-        if found.requires_grad and torch.is_grad_enabled():
-            raise TransportUnavailable(f"rank {rank}: gradients are not offered on a device yet; detach x")
         return found.detach(), factors, rows, dtypes
 
     def _check_routing(self, topk_idx: Any, topk_weights: Any, num_tokens: int, *, exact: bool) -> None:
@@ -150,10 +161,6 @@ class DeviceDispatcher:
         _check.tensor(rank, "topk_idx", topk_idx, (torch.int32, torch.int64), dims, meaning, settings.device)
         if topk_weights is not None:
             _check.tensor(rank, "topk_weights", topk_weights, (torch.float32,), dims, meaning, settings.device)
-            if topk_weights.requires_grad and torch.is_grad_enabled():
-                raise TransportUnavailable(
-                    f"rank {rank}: gradients are not offered on a device yet; detach topk_weights"
-                )
         if self._validate and exact:  # only where the call waits for the device anyway, and then on every rank
             ids = topk_idx if num_tokens else self._state.home[:1]
             ends = torch.stack(torch.aminmax(ids)).clamp(-(1 << 31), (1 << 31) - 1).to(torch.int32)
@@ -165,6 +172,18 @@ class DeviceDispatcher:
                     f"rank {rank}: topk_idx has ids from {low} to {high}: ids must be in [0, {settings.num_experts}), "
                     "or -1 for no selection"
                 )
+
+    def _check_gradients(self, x: torch.Tensor | None, wire: WireFormat | None, zero_copy: bool) -> None:
+        if zero_copy:
+            raise InvalidArgument(
+                f"rank {self._rank}: zero_copy rows are overwritten before a backward pass could read them, but an "
+                "input requires gradients; pass zero_copy=False, or detach it"
+            )
+        if x is not None and x.requires_grad and isinstance(wire, FP8Block) and not wire.decode:
+            raise InvalidArgument(
+                f"rank {self._rank}: x requires gradients, but FP8 rows cannot carry them; use FP8Block(..., "
+                "decode=True), which returns bfloat16 rows, or detach x"
+            )
 
     # -- the record ----------------------------------------------------------------------------------------------
 

@@ -8,7 +8,15 @@ import torch
 
 from expertwire import _check
 from expertwire.call import record
-from expertwire.device_steps import Arrived, DeviceSteps, check_handle, copy_used_rows
+from expertwire.device_autograd import DeviceGradients
+from expertwire.device_steps import (
+    Arrived,
+    DeviceSteps,
+    check_handle,
+    collect_values,
+    copy_used_rows,
+    expose_values,
+)
 from expertwire.errors import HandleError, InvalidArgument, TransportUnavailable
 from expertwire.formats import BF16
 from expertwire.handle import Combined, Handle
@@ -20,8 +28,12 @@ from expertwire.layouts.receive import Layout
 class DeviceCombiner:
     """Makes the combine calls of one buffer."""
 
-    def __init__(self, owner: object, settings: _check.Settings, runtime: DeviceRuntime, steps: DeviceSteps) -> None:
+    def __init__(
+        self, owner: object, settings: _check.Settings, runtime: DeviceRuntime, steps: DeviceSteps,
+        gradients: DeviceGradients,
+    ) -> None:  # fmt: skip
         self._owner, self._settings, self._runtime, self._steps = owner, settings, runtime, steps
+        self._gradients = gradients
         self._engine, self._state, self._rank = runtime.engine, runtime.engine.state, runtime.engine.rank
 
     def inputs(self, handle: Any) -> torch.Tensor:
@@ -43,17 +55,21 @@ class DeviceCombiner:
     ) -> Combined:
         try:
             check_handle(self._rank, self._owner, handle)
-            y, biases = self._checked(x, handle, topk_weights, bias, reduce, wire)
+            biases = self._checked(x, handle, topk_weights, bias, reduce, wire)
+            compact = handle.layout is Layout.COMPACT
+            weighted = not compact and handle.topk_weights is not None
+            tracked = (x, topk_weights, *biases, handle._edge, handle.topk_weights if weighted else None)
+            differentiable = self._gradients.wanted(*tracked)
         except BaseException as error:
             if self._engine.num_ranks > 1:
                 self._steps.fail(error)  # the ranks are out of step
             raise
         arrived: Arrived = handle._arrived
-        step, engine = arrived.step, self._engine
+        step, engine, y = arrived.step, self._engine, x.detach()
         if step.bank in self._steps.combining:
             raise HandleError(f"rank {self._rank}: another combine in this bank was deferred; call its hook() first")
-        compact = handle.layout is Layout.COMPACT
-        weighted, by_rank = not compact and step.topk_weights is not None, not compact and reduce == "rank"
+        by_rank = not compact and reduce == "rank"
+        addends = tuple(b.detach() for b in biases)
         out = self._state.empty(torch.bfloat16, handle.num_tokens, self._settings.hidden)
         several = engine.num_ranks > 1
         inputs = None
@@ -64,6 +80,11 @@ class DeviceCombiner:
         if inputs is not None:
             staged = inputs.payload(step.bank).view(torch.bfloat16)
         late = defer_receive and several
+        kept = None
+        if differentiable and weighted:
+            kept = y.clone() if self._state.owns(y) else y
+        if topk_weights is not None:
+            expose_values(self._runtime, topk_weights.detach(), step)
 
         def send() -> None:
             if inputs is not None and y.data_ptr() != staged.data_ptr():
@@ -75,7 +96,7 @@ class DeviceCombiner:
 
         def gather() -> None:
             engine.combine(
-                staged, inputs, step, out, weighted=weighted, biases=biases, publish=not late, finish=held is not None,
+                staged, inputs, step, out, weighted=weighted, biases=addends, publish=not late, finish=held is not None,
                 by_rank=by_rank,
             )  # fmt: skip
 
@@ -92,8 +113,12 @@ class DeviceCombiner:
             handle._busy = False
             if held is not None and handle._on_finish is not None:
                 handle._on_finish = lambda: self._steps.dispatches.end(held)  # the kernel has told the peers
+            returned = None if topk_weights is None else collect_values(self._runtime, step)
             handle.release()
-            return {"x": out, "topk_weights": None, "num_missing": 0}
+            fields = (out, returned)
+            if differentiable:
+                fields = self._gradients.tie_combine(handle, x, topk_weights, biases, out, returned, kept)
+            return {"x": fields[0], "topk_weights": fields[1], "num_missing": 0}
 
         return record(Combined, complete, defer_receive)
 
@@ -104,25 +129,29 @@ class DeviceCombiner:
 
     def _checked(
         self, x: Any, handle: Handle, topk_weights: Any, bias: Any, reduce: Any, wire: Any
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    ) -> tuple[torch.Tensor, ...]:
+        """The biases."""
         rank, settings = self._rank, self._settings
         _check.choice(f"rank {rank}: reduce", reduce, ("token", "rank"))
         if not isinstance(_check.combine_wire(rank, wire, settings.hidden), BF16):
             raise TransportUnavailable(
                 f"rank {rank}: on a device combine reads rows where they are, as bfloat16: wire=None"
             )
-        if topk_weights is not None:
-            raise TransportUnavailable(f"rank {rank}: combine(topk_weights=...) is not offered on a device yet")
         dims = self._dims(handle)
         _check.tensor(rank, "x", x, (torch.bfloat16,), dims, str(list(dims)), settings.device)
+        if topk_weights is not None:
+            if handle.layout is not Layout.COMPACT:
+                raise InvalidArgument(
+                    f"rank {rank}: topk_weights can be returned for COMPACT only, not {handle.layout}"
+                )
+            dims = (handle._arrived.num_rows, settings.num_topk)
+            _check.tensor(rank, "topk_weights", topk_weights, (torch.float32,), dims, str(list(dims)), settings.device)
         biases = () if bias is None else tuple(bias) if isinstance(bias, (tuple, list)) else (bias,)
         if len(biases) > 2:
             raise InvalidArgument(f"rank {rank}: bias must be one or two tensors, got {len(biases)}")
         for one in biases:
             dims = (handle.num_tokens, settings.hidden)
             _check.tensor(rank, "bias", one, (torch.bfloat16,), dims, str(list(dims)), settings.device)
-        if torch.is_grad_enabled() and any(t.requires_grad for t in (x, *biases)):
-            raise TransportUnavailable(f"rank {rank}: gradients are not offered on a device yet; detach x and bias")
-        if any(t.data_ptr() % 16 for t in (x, *biases) if t.numel()):
-            raise InvalidArgument(f"rank {rank}: x and bias must begin at multiples of 16 bytes")
-        return x.detach(), tuple(b.detach() for b in biases)
+        if any(t.data_ptr() % 16 for t in (x, topk_weights, *biases) if t is not None and t.numel()):
+            raise InvalidArgument(f"rank {rank}: x, topk_weights and bias must begin at multiples of 16 bytes")
+        return biases

@@ -10,9 +10,9 @@ import torch
 
 from expertwire.errors import HandleError
 from expertwire.handle import Handle
+from expertwire.kernels.backward import combine_values, width_of
 from expertwire.kernels.engine import DeviceEngine, Step
 from expertwire.kernels.runtime import DeviceRuntime
-from expertwire.layouts.receive import Layout
 from expertwire.protocols.lane import Lane
 from expertwire.steps import LaneSteps
 
@@ -70,7 +70,20 @@ def check_handle(rank: int, owner: object, handle: Any) -> None:
 
 def copy_used_rows(engine: DeviceEngine, source: torch.Tensor, out: torch.Tensor, step: Step) -> None:
     """Copy the rows that a step filled: source, out [rows, bytes] uint8."""
-    counts, offsets = step.expert_counts, step.offsets
-    if step.layout is Layout.COMPACT:
-        counts, offsets = step.num_rows, engine.state.slot_offsets[:1]
-    engine.copy_rows(source, out, counts, offsets, engine.num_ranks * engine.capacity)
+    engine.copy_rows(source, out, *engine.state.filled(step), engine.num_ranks * engine.capacity)
+
+
+def expose_values(runtime: DeviceRuntime, values: torch.Tensor, step: Step) -> None:
+    """Put values [rows, width] float32 where peers can read them."""
+    engine = runtime.engine
+    memory = engine.state.values("combine", step.layout, step.alignment, values.shape[1]).payload(step.bank)
+    runtime.launch(("values", step.layout), lambda: copy_used_rows(engine, values.view(torch.uint8), memory, step))
+
+
+def collect_values(runtime: DeviceRuntime, step: Step) -> torch.Tensor:
+    """[T, K] float32: what the ranks of the rows have exposed for each slot, 0 where nothing was selected."""
+    engine, state = runtime.engine, runtime.engine.state
+    memory = state.values("combine", step.layout, step.alignment, width_of(engine, step.layout))
+    out = state.empty(torch.float32, *step.where.shape)
+    runtime.launch(("combine values", step.layout), lambda: combine_values(engine, memory, step, out))
+    return out

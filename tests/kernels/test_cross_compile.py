@@ -16,14 +16,19 @@ from triton.runtime import driver  # noqa: E402
 from expertwire.kernels.combine_recv import combine_gather  # noqa: E402
 from expertwire.kernels.dispatch_send import dispatch_send  # noqa: E402
 from expertwire.kernels.dispatch_slots import dispatch_slots  # noqa: E402
+from expertwire.kernels.gradients import gradient_rows  # noqa: E402
 from expertwire.kernels.place import place_ranks  # noqa: E402
 from expertwire.kernels.plan import plan_count  # noqa: E402
+from expertwire.kernels.values import combine_values, send_values  # noqa: E402
 
 HOPPER, BLACKWELL, CDNA3 = GPUTarget("cuda", 90, 32), GPUTarget("cuda", 100, 32), GPUTarget("hip", "gfx942", 64)
 WORDS = {"x": "*bf16", "y": "*bf16", "out": "*bf16", "topk_weights": "*fp32", "tickets": "*i32", "home": "*i32"}
 WORDS |= dict.fromkeys(["keys", "block_counts", "first_rows", "totals", "scratch", "own_experts", "by_owner"], "*i32")
 WORDS |= dict.fromkeys(["expert_counts", "padded_counts", "offsets", "rank_counts", "owner_start"], "*i32")
+WORDS |= dict.fromkeys(["arrived"], "*bf16") | dict.fromkeys(["values", "weights", "dots"], "*fp32")
+WORDS["counts"] = WORDS["offsets"]
 NUMBERS = {"rank", "num_tokens", "num_blocks", "room", "L", "first_own", "alignment", "spin_limit", "sf_at", "meta_at"}
+NUMBERS |= {"num_rows", "num_values"}
 SIZES = {"R": 8, "RANKS": 8, "E": 256, "hidden": 7168, "BLOCK": 128}
 SLOTS = SIZES | {
     "BINS": 512, "LOCAL": 32, "K": 8, "SLOTS": 8, "TOKENS": 128, "LINES": 64, "PARTS": 1, "UE8M0": False,
@@ -39,6 +44,8 @@ COMBINE = SIZES | {
     "FINISH": True, "BY_RANK": False,
 }  # fmt: skip
 PLAN = SIZES | {"K": 8, "SLOTS": 8, "TOKENS": 64}
+GRADIENT = {"GROUPS": 32, "GROUP_BINS": 32, "ROWS": 2, "COLUMNS": 2048, "hidden": 7168}
+VALUES = {"R": 8, "RANKS": 8, "K": 8, "WIDTH": 8, "ENTRIES": 1024}
 KERNELS = {
     "slots fp8": (dispatch_slots, SLOTS | {"FP8": True, "sf_bytes": 224}, 8),
     "slots bf16": (dispatch_slots, SLOTS | {"FP8": False, "sf_bytes": 0}, 8),
@@ -57,7 +64,15 @@ KERNELS = {
         }, 16,
     ),
     "place ranks": (place_ranks, PLAN | {"SENDS": 8, "WEIGHTED": True, "payload_bytes": 7168}, 8),
+    "gradient": (gradient_rows, GRADIENT | {"WEIGHTED": True}, 8),
+    "gradient, unweighted": (
+        gradient_rows, GRADIENT | {"WEIGHTED": False, "y": None, "weights": None, "dots": None, "GROUPS": 1,
+                                   "GROUP_BINS": 1}, 8,
+    ),
+    "values, sent": (send_values, VALUES, 4),
+    "values, combined": (combine_values, VALUES, 4),
 }  # fmt: skip
+NO_ROWS, NO_SIGNAL = ("plan", "place", "values"), ("place", "gradient", "values, sent")
 ON_CUDA = [(name, HOPPER) for name in KERNELS] + [(name, BLACKWELL) for name in ("slots fp8", "combine")]
 
 
@@ -105,11 +120,11 @@ def resources(binary, folder):
 def test_cuda(compiled, tmp_path, name, target):
     kernel = compiled(name, target)
     ptx = kernel.asm["ptx"]
-    if "plan" not in name and "place" not in name:
+    if not name.startswith(NO_ROWS):
         assert re.search(r"ld\.global\S*\.v4\.b32", ptx)
         assert re.search(r"st\.global\S*\.v4\.b32", ptx)
         assert not re.search(r"(ld|st)\.global\S*\.b(8|16)\b", ptx), "rows move in pieces of 16 bytes"
-    if "place" not in name:
+    if not name.startswith(NO_SIGNAL):
         assert re.search(r"ld\.acquire\.sys\.global\.u64", ptx)
         assert re.search(r"atom\S*\.(sys\.release|release\.sys)\S*\.exch\.b64", ptx)
         assert re.search(r"atom\S*\.(gpu\.acq_rel|acq_rel\.gpu)\S*\.add", ptx)

@@ -182,10 +182,10 @@ def test_what_is_not_offered_says_so():
             with pytest.raises(ew.TransportUnavailable):
                 buffer(rank, **options)
         with buffer(rank) as buf:
-            x = torch.zeros(4, HIDDEN, dtype=torch.bfloat16, device="cuda", requires_grad=True)
-            ids = torch.zeros(4, TOPK, dtype=torch.int64, device="cuda")
-            with pytest.raises(ew.TransportUnavailable, match="gradients"):
-                buf.dispatch(x, ids)
+            x = torch.zeros(4, HIDDEN, dtype=torch.bfloat16, device="cuda")
+            sent = buf.dispatch(x, torch.zeros(4, TOPK, dtype=torch.int64, device="cuda"))
+            with pytest.raises(ew.TransportUnavailable, match="wire=None"):
+                buf.combine(sent.x, sent.handle, wire=ew.LogFMT10())
 
     ew.World(1, device="cuda").run(rank_work)
 

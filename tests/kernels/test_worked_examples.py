@@ -99,6 +99,32 @@ def sums_example(group):
     return out[:, 0].tolist()
 
 
+def gradients_example(group):
+    """A row's gradient and its weight's; values at the rows of two ranks, and back from there."""
+    use_interpreter()
+    from expertwire.kernels.gradients import gradient_rows
+    from expertwire.kernels.values import combine_values, send_values
+
+    arrived, y = torch.tensor([[1.0, 2.0], [7.0, 7.0]]).bfloat16(), torch.tensor([[3.0, -1.0], [7.0, 7.0]]).bfloat16()
+    out, dots = torch.full((2, 2), 7.0).bfloat16(), torch.full((2,), 7.0)
+    one, none = torch.ones(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
+    gradient_rows[(1,)](
+        arrived, y, torch.tensor([0.5, 7.0]), out, dots, one, 0 * one, 2,
+        GROUPS=1, GROUP_BINS=1, ROWS=2, COLUMNS=2, hidden=2, WEIGHTED=True,
+    )  # fmt: skip
+    given, found = torch.tensor([[0.5, 2.0]]), []
+    for places in ([3, 3], [3, 1 << 40 | 1]):
+        rows, back, where = torch.full((2, 4, 2), 7.0), torch.empty(1, 2), torch.tensor([places])
+        bases = torch.tensor([part.data_ptr() for part in rows])
+        send_values[(1,)](given, where, bases, 2, K=2, WIDTH=2, ENTRIES=4)
+        found.append((rows[0, 3].tolist(), rows[1, 1].tolist(), int((rows == 7).sum())))
+        combine_values[(1,)](
+            bases, where, back, none, none, none, none, 2, 0, 1, R=1, RANKS=1, K=2, WIDTH=2, ENTRIES=4
+        )  # fmt: skip
+        found.append(back.tolist())
+    return out.tolist(), dots.tolist(), found
+
+
 @pytest.fixture(scope="module")
 def processes():
     with Processes(2) as crew:
@@ -123,3 +149,13 @@ def test_place_copy_and_combine(processes):
 
 def test_sums_of_slots_and_of_ranks(processes):
     assert processes.run(sums_example, num_ranks=1) == [[260.0, 258.0]]
+
+
+def test_gradients_and_values(processes):
+    ((rows, dots, values),) = processes.run(gradients_example, num_ranks=1)
+    assert rows == [[0.5, 1.0], [0.0, 0.0]]
+    assert dots == [1.0, 0.0]
+    assert values == [
+        ([0.5, 2.0], [7.0, 7.0], 14), [[0.5, 2.0]],
+        ([0.5, 0.0], [0.0, 2.0], 12), [[0.5, 2.0]],
+    ]  # fmt: skip

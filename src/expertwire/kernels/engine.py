@@ -70,7 +70,7 @@ class DeviceEngine:
         self.num_sms, self.strict_sms, self.spin_limit = num_sms, strict_sms, spin_limit
         self.launch = Launcher()
         on_cuda = memory.device.type == "cuda" and torch.version.hip is None
-        self._bounded = {"maxnreg": 128} if on_cuda else {}  # what `_resident` counts on
+        self.bounded = {"maxnreg": 128} if on_cuda else {}  # what `_resident` counts on
         self._ranks, self._slots = pow2(self.num_ranks), pow2(num_topk)
         self._local = pow2(self.state.most_local_experts)
 
@@ -111,7 +111,7 @@ class DeviceEngine:
             R=self.num_ranks, RANKS=self._ranks, E=self.num_experts, BINS=pow2(self.num_experts + 1),
             LOCAL=self._local, K=self.num_topk, SLOTS=self._slots,
             TOKENS=pow2(self.capacity), hidden=self.hidden, LINES=lines, BLOCK=rows.block, PARTS=parts,
-            FP8=rows.fp8, UE8M0=rows.ue8m0, sf_bytes=rows.sf_bytes, RECEIVE=receive, num_warps=warps, **self._bounded,
+            FP8=rows.fp8, UE8M0=rows.ue8m0, sf_bytes=rows.sf_bytes, RECEIVE=receive, num_warps=warps, **self.bounded,
         )  # fmt: skip
 
     def plan(self, step: Step, places: Places) -> Plan:
@@ -281,7 +281,7 @@ class DeviceEngine:
             R=self.num_ranks, RANKS=self._ranks, SENDS=step.sends_to.shape[1], ROWS=many, COLUMNS=columns, PARTS=parts,
             hidden=self.hidden, WEIGHTED=weighted, NUM_BIASES=len(biases),
             EXCHANGE=inputs is None and self.num_ranks > 1, PUBLISH=publish, FINISH=finish, BY_RANK=by_rank,
-            num_warps=warps, enable_fp_fusion=False, **(self._bounded if warps <= 16 else {}),
+            num_warps=warps, enable_fp_fusion=False, **(self.bounded if warps <= 16 else {}),
         )  # fmt: skip
 
     # -- waiting ---------------------------------------------------------------------------------------------------

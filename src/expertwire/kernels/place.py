@@ -6,7 +6,7 @@ about to send them; for ranks, of which a token serves each once, from a running
 launch of its own.
 
 Outputs, for K slots and SENDS places a token (SENDS = K, or the number of ranks if COMPACT needs fewer):
-    where [T, K], sends_to [T, SENDS]   rank << 40 | row, -1 = nothing to send; `sends_to` lists places side by side
+    where [T, K], sends_to [T, SENDS]   rank << 40 | row, -1 = nothing to send; `sends_to` lists each place once
     addresses [T, SENDS]                address of the row's payload, 0 = none
 
 Orders: plain stores; a block reads back only what it stored before a barrier; the signal of the rows, which comes
@@ -90,9 +90,13 @@ def place_ranks(
     serves = (key[:, :, None] == tl.arange(0, RANKS)[None, None, :]).to(tl.int32)  # [TOKENS, SLOTS, RANKS]
     table = tl.sum(serves, axis=1)
     before = tl.cumsum(table, axis=0) - table
-    row = (index + tl.sum(serves * before[:, None, :], axis=2)).to(tl.int64)
+    index += tl.sum(serves * before[:, None, :], axis=2)
+    row = index.to(tl.int64)
     place = tl.where(sends, (key.to(tl.int64) << WHERE_RANK) | row, -1)
-    tl.store(where + at, place, mask=listed)
+    here = sends[:, :, None] & ((at_home >> HOME_RANK)[:, None, :] == key[:, :, None])
+    serving = tl.sum(tl.where(here, index[:, :, None], 0), axis=1).to(tl.int64)
+    by_slot = tl.where(ids >= 0, ((at_home >> HOME_RANK).to(tl.int64) << WHERE_RANK) | serving, -1)
+    tl.store(where + at, by_slot, mask=listed)
     nth = tl.cumsum(sends.to(tl.int32), axis=1) - 1
     listing = token.to(tl.int64)[:, None] * SENDS
     tl.store(sends_to + listing + nth, place, mask=sends)
@@ -104,7 +108,6 @@ def place_ranks(
 
     meta = (base + meta_at + row * (4 * (1 + 2 * K))).to(tl.pointer_type(tl.int32))
     tl.store(meta, tl.zeros([TOKENS, SLOTS], tl.int32) + token[:, None], mask=sends)
-    here = (at_home >> HOME_RANK)[:, None, :] == key[:, :, None]
     fields = meta[:, :, None] + 1 + slot[None, None, :]
     written = sends[:, :, None] & (slot < K)[None, None, :]
     tl.store(fields, tl.where(here, (at_home & HOME_LOCAL)[:, None, :], -1), mask=written)

@@ -6,7 +6,7 @@ A selection's row is: first row of its expert (or rank) at the destination + row
 rank before it. So order is a function of the inputs alone. The first two come from the counts that ranks exchange.
 
 `home` [E] int32 is owner rank << 16 | local id. `where` [T, K] int64 is rank << 40 | row, -1 = nothing to send; COMPACT
-has one row per (token, rank), which stands at the highest slot that the rank serves.
+has one row per (token, rank), which stands at every slot that the rank serves.
 
 Worked example, 2 ranks with experts (0, 1) and (2, 3), seen from rank 1, whose topk_idx is [[0, 2], [1, 0]] while rank
 0 has selected expert 0 three times, with room for 8 rows per expert (EXPERT_SLOTS):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ class DeviceRuntime:
         self.closed = False
         self._spins_per_s = spins_per_s or (engine.spins_per_second() if engine.num_ranks > 1 else 1e6)
         self._launched: set[Hashable] = set()
+        self.rehearsing = False
         self._records = engine.state.mirror.numpy()
         self._clean = self._records.tobytes()
         self._pinned = torch.empty(0, dtype=torch.int32)
@@ -44,10 +46,11 @@ class DeviceRuntime:
         spins = _MOST_SPINS if value is None else max(1, int(value * self._spins_per_s))
         self.engine.spin_limit = min(spins, _MOST_SPINS)
 
-    def launch(self, kind: Hashable, launches: Callable[[], None]) -> None:
+    def launch(self, kind: str | tuple[object, ...], launches: Callable[[], None]) -> None:
         """Run `launches`. The first time for a kind, all ranks first compile and load the kernels, then meet: a rank
         that compiles while another one's kernel waits for it would keep the device from loading. Collective then."""
-        if kind not in self._launched:
+        known = kind in self._launched
+        if not known or self.rehearsing:
             if torch.cuda.is_current_stream_capturing():
                 raise TransportUnavailable(
                     f"rank {self.engine.rank}: this kind of call cannot be captured before it has run once, since its "
@@ -58,10 +61,21 @@ class DeviceRuntime:
                 launches()
             finally:
                 self.engine.launch.compiling = False
+        if not known:
             if self.engine.num_ranks > 1:
-                self.memory.all_gather(None)
+                self.engine.state.meet("kernels", kind if isinstance(kind, str) else kind[0])
             self._launched.add(kind)
-        launches()
+        if not self.rehearsing:
+            launches()
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Inside, kernels are compiled, not started."""
+        self.rehearsing = True
+        try:
+            yield
+        finally:
+            self.rehearsing = False
 
     def read(self, values: torch.Tensor) -> list[int]:
         """int32 values of the device, once everything launched before is done. PeerTimeout if a kernel gave up."""

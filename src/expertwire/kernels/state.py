@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from expertwire.errors import TransportUnavailable
+from expertwire.errors import GroupMismatch, TransportUnavailable
 from expertwire.formats import BF16, FP8Block, WireFormat
 from expertwire.layouts.device_window import DeviceWindow, RowRegion, row_region
 from expertwire.layouts.receive import Layout
@@ -119,7 +119,7 @@ class Step:
     layout: Layout
     alignment: int
     where: torch.Tensor
-    sends_to: torch.Tensor  # [T, min(K, R)] for COMPACT: the places of `where` one after another; else `where` itself
+    sends_to: torch.Tensor  # [T, min(K, R)] for COMPACT: each place once, by the highest slot; else `where` itself
     counts: torch.Tensor  # what of the following is filled in by this step, in one piece
     expert_counts: torch.Tensor
     padded_counts: torch.Tensor
@@ -211,13 +211,47 @@ class DeviceState:
         num_rows = self.region(layout, rows, alignment).num_rows
         return self._memory_for(("inputs", num_rows), rows, RowRegion(num_rows, rows.payload_bytes, 0, 0))
 
+    def values(self, lane: str, layout: Layout, alignment: int, width: int) -> Places:
+        """Memory for `width` float32 of every row, to be sent ("dispatch") or read ("combine") by peers. Collective
+        when it is first asked for."""
+        num_rows = self.region(layout, Rows.of_wire(BF16(), self.hidden), alignment).num_rows
+        key = (lane, "values", num_rows, width)
+        return self._memory_for(key, Rows.opaque(4 * width, 0), RowRegion(num_rows, 4 * width, 0, 0))
+
+    def filled(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+        """How many rows of each group of rows a step filled, and where the groups begin. COMPACT is one group."""
+        if step.layout is Layout.COMPACT:
+            return step.num_rows, self.slot_offsets[:1]
+        return step.expert_counts, step.offsets
+
+    def owns(self, t: torch.Tensor) -> bool:
+        """Whether t lies in memory that later calls write to."""
+        memory = t.untyped_storage().data_ptr()
+        return any(memory == own.untyped_storage().data_ptr() for p in self._places.values() for own in p._own)
+
+    def meet(self, purpose: str, call: object) -> None:
+        """All ranks, or those that are here for something else, get GroupMismatch. Collective."""
+        mine = f"{purpose} for {call}"
+        found = self.memory.all_gather(mine)
+        if any(other != mine for other in found):
+            raise GroupMismatch(
+                f"rank {self.rank}: the first call of a kind is prepared by all ranks together, but they prepare "
+                f"{found}: make the same calls on all ranks, with gradients needed on all of them or on none"
+            )
+
+    @property
+    def capturing(self) -> bool:
+        """Whether the current stream is being captured into a graph."""
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
     def _memory_for(self, key: tuple[object, ...], rows: Rows, region: RowRegion) -> Places:
         if key not in self._places:
-            if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            if self.capturing:
                 raise TransportUnavailable(
                     f"rank {self.rank}: this kind of call cannot be captured before it has run once, since its memory "
                     "must be shared and its kernels compiled: call it once outside of the capture"
                 )
+            self.meet("memory", key[0])
             made = [self.memory.allocate(region.total_bytes) for _ in range(self.num_banks)]
             self._places[key] = Places(rows, region, [own for own, _ in made], [self.int64(a) for _, a in made])
         return self._places[key]
