@@ -43,6 +43,8 @@ def symm_mem_unavailable() -> str | None:
         return f"torch {torch.__version__} has no symmetric memory; install torch >= 2.10, or use 'cuda_ipc'"
     from torch.distributed import _symmetric_memory
 
+    if _symmetric_memory.get_backend(torch.device("cuda")) == "CUDA":
+        return None
     try:
         _symmetric_memory.set_backend("CUDA")
     except RuntimeError as error:
