@@ -298,6 +298,8 @@ def main() -> None:
     num_ranks = args.virtual or torch.cuda.device_count()
     transports = ("cuda_ipc",) if args.virtual else ("symm_mem", "cuda_ipc")
     report = Report(facts(num_ranks, bool(args.virtual), args.commit or commit() or "unknown"), args.out)
+    # Loading a kernel waits for the GPU, where another rank's kernel may be waiting for the one that loads.
+    os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     setup = Setup(virtual=bool(args.virtual))
     with Mps() if args.virtual > 1 else contextlib.nullcontext(), Processes(num_ranks) as processes:
         run(processes, setup, plan(transports, args.tokens, args.trips, args.virtual or 1), clock, report)
