@@ -40,6 +40,7 @@ def check_gradients(
         )  # fmt: skip
         sent = sent.hook() if deferred else sent
         repeated = buf.dispatch(again, handle=sent.handle, wire=wire)
+        arrive(device)
         ys = [2 * part.x for part in want]
         num_rows = sent.x.shape[:-1].numel()
         if chained:

@@ -125,9 +125,12 @@ def test_capture_with_gradients_is_refused():
             captured()
             x.requires_grad_()
             captured()
-            graph = torch.cuda.CUDAGraph()
-            with pytest.raises(ew.TransportUnavailable, match="cannot be captured"), torch.cuda.graph(graph):
+            with (
+                pytest.raises(ew.TransportUnavailable, match="cannot be captured"),
+                torch.cuda.graph(torch.cuda.CUDAGraph()),
+            ):
                 captured()
+            graph = torch.cuda.CUDAGraph()
             with torch.no_grad(), torch.cuda.graph(graph):
                 captured()
             graph.replay()
