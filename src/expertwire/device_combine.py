@@ -79,6 +79,7 @@ class DeviceCombiner:
         staged = y
         if inputs is not None:
             staged = inputs.payload(step.bank).view(torch.bfloat16)
+        copied = inputs is not None and y.data_ptr() != staged.data_ptr()
         late = defer_receive and several
         kept = None
         if differentiable and weighted:
@@ -87,7 +88,7 @@ class DeviceCombiner:
             expose_values(self._runtime, topk_weights.detach(), step)
 
         def send() -> None:
-            if inputs is not None and y.data_ptr() != staged.data_ptr():
+            if copied:
                 self._stage(y, staged, step)
             if late:
                 engine.publish(staged, inputs, step)
@@ -100,7 +101,9 @@ class DeviceCombiner:
                 by_rank=by_rank,
             )  # fmt: skip
 
-        kind = ("combine", step.layout, weighted, by_rank, len(biases), late, inputs is not None, held is not None)
+        kind = (
+            "combine", step.layout, weighted, by_rank, len(biases), late, inputs is not None, copied, held is not None
+        )  # fmt: skip
         if late:
             self._steps.combining.add(step.bank)
         handle._busy = defer_receive

@@ -40,9 +40,11 @@ class Case:
     deferred: bool = False
     routing: str = "holes"
     steps: int = 2
+    strict: bool = False
 
     def __str__(self):
         kind = "fused" if self.fused else "planned"
+        kind += "-strict" if self.strict else ""
         return f"{self.layout.value}-{self.wire}-{self.num_ranks}ranks-{kind}-h{self.hidden}-k{self.num_topk}"
 
 
@@ -130,8 +132,9 @@ def run(group, case):
         hidden=case.hidden,
         num_topk=case.num_topk,
         num_banks=2,
-        num_sms=3,
+        num_sms=1 if case.strict else 3,
         spin_limit=1 << 16,
+        strict_sms=case.strict,
     )
     places = engine.state.places(case.layout, Rows.of_wire(wire, case.hidden), case.alignment)
     inputs = engine.state.inputs(case.layout, case.alignment)
@@ -199,7 +202,7 @@ def run(group, case):
             engine.publish(mine_y, inputs, step)
         engine.combine(
             mine_y, inputs, step, out, weighted=case.layout is not Layout.COMPACT, finish=True, biases=(biases[rank],),
-            publish=not case.deferred, by_rank=by_rank, rows_per_block=2, columns=128,
+            publish=not case.deferred, by_rank=by_rank,
         )  # fmt: skip
         compare("sums", out, summed)
     if engine.state.status.any():

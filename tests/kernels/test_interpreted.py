@@ -16,9 +16,10 @@ CASES = [
     Case(SLOTS, "bf16", fused=True, deferred=True, routing="repeats"),
     Case(SLOTS, "ue8m0", fused=True, num_ranks=1, hidden=384, routing="special"),
     Case(SLOTS, "fp8", fused=False, routing="repeats"),
-    Case(COMPACT, "bf16", deferred=True, steps=4),
+    Case(COMPACT, "bf16", deferred=True, steps=4, strict=True),  # several rows a block
     Case(COMPACT, "fp8", routing="repeats", hidden=136, num_topk=4),
-    Case(MAJOR, "ue8m0", alignment=4, routing="special"),
+    Case(MAJOR, "ue8m0", alignment=4, routing="special", hidden=1152),  # several blocks a row
+    Case(MAJOR, "fp8", strict=True),
     Case(MAJOR, "fp8_b32", num_ranks=1, num_topk=1, num_experts=1),
 ]
 

@@ -6,7 +6,8 @@ import torch
 
 from expertwire._math import ceil_div
 from expertwire.kernels import gradients, values
-from expertwire.kernels.engine import DeviceEngine, Places, Step, pow2
+from expertwire.kernels.engine import DeviceEngine, Places, Step
+from expertwire.kernels.tiles import pow2
 from expertwire.layouts.receive import Layout
 
 ENTRIES = 1024

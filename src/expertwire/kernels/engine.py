@@ -11,6 +11,7 @@ kernel that moves rows takes one block per SM of the budget.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +26,7 @@ from expertwire.kernels.launch import Launcher
 from expertwire.kernels.place import address_rows, place_ranks
 from expertwire.kernels.plan import COMPACT, EXPERT_MAJOR, EXPERT_SLOTS, plan_count
 from expertwire.kernels.state import DeviceMemory, DeviceState, Places, Rows, Step
+from expertwire.kernels.tiles import MAX_ROWS, Tile, all_tiles, combine_tile, pow2, send_tile, slots_tile
 from expertwire.layouts.receive import Layout
 from expertwire.topology import Placement
 
@@ -33,14 +35,8 @@ LAYOUTS = {
     Layout.EXPERT_MAJOR: EXPERT_MAJOR.value,
     Layout.EXPERT_SLOTS: EXPERT_SLOTS.value,
 }
-MAX_TILE_ROWS = 4  # tokens that a block of `dispatch_send` takes at a time
 COUNTED_TOKENS = 64
 FUSED_COMPARISONS = 1 << 16  # TOKENS * SLOTS * SLOTS that one block of `dispatch_slots` may make
-
-
-def pow2(value: int) -> int:
-    """The smallest power of two that is not less."""
-    return 1 << (value - 1).bit_length() if value > 1 else 1
 
 
 @dataclass(frozen=True)
@@ -49,7 +45,7 @@ class Plan:
     counted `tokens` tokens at a time."""
 
     addresses: torch.Tensor
-    tokens: int = MAX_TILE_ROWS
+    tokens: int = MAX_ROWS
     keys: torch.Tensor | None = None
     block_counts: torch.Tensor | None = None
     first_rows: torch.Tensor | None = None
@@ -77,42 +73,38 @@ class DeviceEngine:
     def _resident(self, warps: int) -> int:
         return self.num_sms * (1 if self.strict_sms else max(1, 16 // warps))
 
+    def _tiles(self, choose: Callable[[int], Tile], num_tokens: int) -> Iterable[Tile]:
+        """The tile for a launch; while compiling, those of all launches to come."""
+        return all_tiles(choose, self.capacity) if self.launch.compiling else (choose(num_tokens),)
+
     # -- dispatch --------------------------------------------------------------------------------------------------
 
     def fits_fused(self) -> bool:
         return pow2(self.capacity) * self._slots * self._slots <= FUSED_COMPARISONS and self.num_ranks <= 64
 
-    def dispatch_fused(
-        self, x: torch.Tensor, step: Step, places: Places, *, receive: bool, lines: int | None = None,
-        warps: int | None = None,
-    ) -> None:  # fmt: skip
-        """EXPERT_SLOTS in one launch: about one block per SM, each with a row or a part of one."""
+    def dispatch_fused(self, x: torch.Tensor, step: Step, places: Places, *, receive: bool) -> None:
+        """EXPERT_SLOTS in one launch."""
         state, bank, rows, num_tokens = self.state, self.state.banks[step.bank], places.rows, x.shape[0]
-        total = ceil_div(self.hidden, rows.block)
-        if lines is None:
-            lines = pow2(total)
-            while lines > 8 and num_tokens * ceil_div(total, lines // 2) <= self.num_sms:
-                lines //= 2
-        lines = max(lines, 4)
-        crowded = self.num_ranks > 4  # few blocks fit: smaller ones balance better
-        lines = min(lines, 32) if crowded else lines
-        warps = warps or max(2, min(4 if crowded else 8, lines * rows.block // 512))
-        parts = ceil_div(total, lines)
-        grid = num_tokens * parts + self.num_ranks
-        if self.num_ranks > 1:
-            grid = min(grid, self._resident(warps))
-        self.launch(
-            dispatch_slots, max(grid, self.num_ranks + 1),
-            x, step.topk_idx, step.where, step.expert_counts, step.rank_counts,
-            bank.words, bank.counts, places.bases[step.bank], state.home, state.own_experts,
-            bank.epochs, bank.tickets, state.status,
-            self.rank, num_tokens, self.num_ranks * self.capacity, state.num_local_experts, self.spin_limit,
-            places.region.sf, places.region.meta,
-            R=self.num_ranks, RANKS=self._ranks, E=self.num_experts, BINS=pow2(self.num_experts + 1),
-            LOCAL=self._local, K=self.num_topk, SLOTS=self._slots,
-            TOKENS=pow2(self.capacity), hidden=self.hidden, LINES=lines, BLOCK=rows.block, PARTS=parts,
-            FP8=rows.fp8, UE8M0=rows.ue8m0, sf_bytes=rows.sf_bytes, RECEIVE=receive, num_warps=warps, **self.bounded,
-        )  # fmt: skip
+        lines = ceil_div(self.hidden, rows.block)
+        for tile in self._tiles(
+            lambda tokens: slots_tile(tokens, lines, rows.block, self.num_sms, self.num_ranks), num_tokens
+        ):
+            parts = ceil_div(lines, tile.columns)
+            grid = num_tokens * parts + self.num_ranks
+            if self.num_ranks > 1:
+                grid = min(grid, self._resident(tile.warps))
+            self.launch(
+                dispatch_slots, max(grid, self.num_ranks + 1),
+                x, step.topk_idx, step.where, step.expert_counts, step.rank_counts,
+                bank.words, bank.counts, places.bases[step.bank], state.home, state.own_experts,
+                bank.epochs, bank.tickets, state.status,
+                self.rank, num_tokens, self.num_ranks * self.capacity, state.num_local_experts, self.spin_limit,
+                places.region.sf, places.region.meta,
+                R=self.num_ranks, RANKS=self._ranks, E=self.num_experts, BINS=pow2(self.num_experts + 1),
+                LOCAL=self._local, K=self.num_topk, SLOTS=self._slots, TOKENS=pow2(self.capacity), hidden=self.hidden,
+                LINES=tile.columns, BLOCK=rows.block, PARTS=parts, FP8=rows.fp8, UE8M0=rows.ue8m0,
+                sf_bytes=rows.sf_bytes, RECEIVE=receive, num_warps=tile.warps, **self.bounded,
+            )  # fmt: skip
 
     def plan(self, step: Step, places: Places) -> Plan:
         """Counts and their exchange; for COMPACT also every selection's row and its routing at the destination."""
@@ -170,36 +162,30 @@ class DeviceEngine:
 
     def send(
         self, x: torch.Tensor, sf: torch.Tensor | None, plan: Plan, step: Step, places: Places, *,
-        receive: bool, rows_per_block: int | None = None, warps: int | None = None,
+        receive: bool,
     ) -> None:  # fmt: skip
-        """Rows along a plan. `x` [T, width] bfloat16 or opaque units; `sf` for opaque rows.
-
-        Many small blocks with a row each; or, on a strict budget, one block per SM with up to four rows of 14336 bytes,
-        since few SMs need many loads in flight.
-        """
+        """Rows along a plan. `x` [T, width] bfloat16 or opaque units; `sf` for opaque rows."""
         bank, rows, num_tokens = self.state.banks[step.bank], places.rows, x.shape[0]
-        lines = pow2(ceil_div(rows.width, rows.block))
-        if rows.fp8 and rows.ue8m0:
-            lines = max(lines, 4)
-        tile = lines * rows.block * rows.unit_bytes
-        many, most, grid = 1, 4, 8 * self.num_sms
-        if self.strict_sms:
-            many = min(MAX_TILE_ROWS, plan.tokens, (1 << 16) // tile, pow2(ceil_div(num_tokens, self.num_sms)))
-            many, most, grid = max(1, many), 32 if rows.fp8 else 16, self.num_sms
-        many = rows_per_block or many
-        grid = min(max(1, ceil_div(num_tokens, many)), grid)
-        self.launch(
-            dispatch_send, grid,
-            x, sf, plan.keys, plan.block_counts, plan.first_rows, self.state.home if plan.keys is not None else None,
-            plan.addresses, step.sends_to, places.bases[step.bank], bank.words, bank.epochs, bank.tickets,
-            self.state.status, self.rank, num_tokens, places.region.sf, places.region.meta, self.spin_limit,
-            R=self.num_ranks, RANKS=self._ranks, E=self.num_experts, SLOTS=self._slots, TOKENS=plan.tokens,
-            KEYS=pow2(plan.tokens * self.num_topk), PLACE=plan.keys is not None,
-            SENDS=step.sends_to.shape[1], ROWS=many, LINES=lines, BLOCK=rows.block,
-            width=rows.width, unit_bytes=rows.unit_bytes, sf_units=rows.sf_units, SF_UNITS=pow2(rows.sf_units),
-            sf_unit_bytes=rows.sf_unit_bytes, FP8=rows.fp8, UE8M0=rows.ue8m0, RECEIVE=receive,
-            num_warps=warps or max(4, min(most, many * tile // 2048)),
-        )  # fmt: skip
+        lines = max(pow2(ceil_div(rows.width, rows.block)), 4 if rows.fp8 and rows.ue8m0 else 1)
+        row_bytes, most_rows = lines * rows.block * rows.unit_bytes, min(MAX_ROWS, plan.tokens)
+        for tile in self._tiles(
+            lambda tokens: send_tile(tokens, row_bytes, lines, self.num_sms, most_rows, self.strict_sms, rows.fp8),
+            num_tokens,
+        ):
+            blocks = self.num_sms if self.strict_sms else 8 * self.num_sms
+            self.launch(
+                dispatch_send, min(max(1, ceil_div(num_tokens, tile.rows)), blocks),
+                x, sf, plan.keys, plan.block_counts, plan.first_rows,
+                self.state.home if plan.keys is not None else None,
+                plan.addresses, step.sends_to, places.bases[step.bank], bank.words, bank.epochs, bank.tickets,
+                self.state.status, self.rank, num_tokens, places.region.sf, places.region.meta, self.spin_limit,
+                R=self.num_ranks, RANKS=self._ranks, E=self.num_experts, SLOTS=self._slots, TOKENS=plan.tokens,
+                KEYS=pow2(plan.tokens * self.num_topk), PLACE=plan.keys is not None,
+                SENDS=step.sends_to.shape[1], ROWS=tile.rows, LINES=tile.columns, BLOCK=rows.block,
+                width=rows.width, unit_bytes=rows.unit_bytes, sf_units=rows.sf_units, SF_UNITS=pow2(rows.sf_units),
+                sf_unit_bytes=rows.sf_unit_bytes, FP8=rows.fp8, UE8M0=rows.ue8m0, RECEIVE=receive,
+                num_warps=tile.warps,
+            )  # fmt: skip
 
     def await_rows(self, step: Step, *, total: bool) -> None:
         """The receive half, where it was deferred; `total` if the counts were not planned."""
@@ -253,36 +239,26 @@ class DeviceEngine:
     def combine(
         self, y: torch.Tensor, inputs: Places | None, step: Step, out: torch.Tensor, *, weighted: bool,
         biases: tuple[torch.Tensor, ...] = (), publish: bool = True, finish: bool = False, by_rank: bool = False,
-        rows_per_block: int | None = None, columns: int | None = None, warps: int | None = None,
     ) -> None:  # fmt: skip
-        """Gather and sum, and, unless `publish` came before, the send half.
-
-        Few tokens: many small blocks. A strict budget: one block per SM with four rows in 32 warps.
-        """
-        bank, num_tokens, whole = self.state.banks[step.bank], step.where.shape[0], pow2(self.hidden)
-        if columns is None and self.strict_sms and num_tokens >= 4 * self.num_sms:
-            few = self.num_sms <= 64
-            columns, rows_per_block, warps = whole, max(1, min(4, 32768 // whole)) if few else 1, 32 if few else 16
-        if columns is None:
-            columns = min(whole, 1024 if num_tokens <= 512 else 2048)
-            warps = max(1, columns // (256 if num_tokens * ceil_div(self.hidden, columns) <= 1024 else 512))
-        many = rows_per_block or 1
-        parts = ceil_div(self.hidden, columns)
-        warps = warps or max(1, min(32, many * columns // 512))
-        units = max(1, ceil_div(num_tokens, many) * parts)
-        grid = min(units, self._resident(warps)) if self.num_ranks > 1 or self.strict_sms else units
-        two = (*biases, None, None)[:2]
-        self.launch(
-            combine_gather, grid,
-            y, bank.sources if inputs is None else inputs.bases[step.bank],
-            step.sends_to, step.topk_weights if weighted else None, *two, out,
-            bank.words, bank.epochs[1:], bank.tickets[1:], bank.epochs, self.state.status,
-            self.rank, num_tokens, self.spin_limit,
-            R=self.num_ranks, RANKS=self._ranks, SENDS=step.sends_to.shape[1], ROWS=many, COLUMNS=columns, PARTS=parts,
-            hidden=self.hidden, WEIGHTED=weighted, NUM_BIASES=len(biases),
-            EXCHANGE=inputs is None and self.num_ranks > 1, PUBLISH=publish, FINISH=finish, BY_RANK=by_rank,
-            num_warps=warps, enable_fp_fusion=False, **(self.bounded if warps <= 16 else {}),
-        )  # fmt: skip
+        """Gather and sum, and, unless `publish` came before, the send half."""
+        bank, num_tokens, sends = self.state.banks[step.bank], step.where.shape[0], step.sends_to
+        several, two = self.num_ranks > 1, (*biases, None, None)[:2]
+        for tile in self._tiles(
+            lambda tokens: combine_tile(tokens, self.hidden, self.num_sms, self.strict_sms), num_tokens
+        ):
+            parts = ceil_div(self.hidden, tile.columns)
+            units = max(1, ceil_div(num_tokens, tile.rows) * parts)
+            self.launch(
+                combine_gather, min(units, self._resident(tile.warps)) if several or self.strict_sms else units,
+                y, bank.sources if inputs is None else inputs.bases[step.bank],
+                sends, step.topk_weights if weighted else None, *two, out,
+                bank.words, bank.epochs[1:], bank.tickets[1:], bank.epochs, self.state.status,
+                self.rank, num_tokens, self.spin_limit,
+                R=self.num_ranks, RANKS=self._ranks, SENDS=sends.shape[1], ROWS=tile.rows, COLUMNS=tile.columns,
+                PARTS=parts, hidden=self.hidden, WEIGHTED=weighted, NUM_BIASES=len(biases),
+                EXCHANGE=inputs is None and several, PUBLISH=publish, FINISH=finish, BY_RANK=by_rank,
+                num_warps=tile.warps, enable_fp_fusion=False, **(self.bounded if tile.warps <= 16 else {}),
+            )  # fmt: skip
 
     # -- waiting ---------------------------------------------------------------------------------------------------
 
