@@ -17,7 +17,7 @@ import torch
 
 from expertwire._check import Settings
 from expertwire.autograd import Gradients, attach
-from expertwire.device_steps import Arrived, DeviceSteps, collect_values, copy_used_rows, expose_values
+from expertwire.device_steps import Arrived, DeviceSteps, aligned, collect_values, copy_used_rows, expose_values
 from expertwire.errors import BufferClosed, TransportUnavailable
 from expertwire.formats import BF16
 from expertwire.handle import Handle
@@ -104,7 +104,7 @@ class DeviceGradients:
                 )
             num_tokens, num_topk = arrived.step.where.shape
             grad_sums = self._as_rows(grads[0], num_tokens)
-            values = None if weights is None else _aligned(weights.detach())
+            values = None if weights is None else aligned(weights.detach())
             if returns:
                 values = self._as_values(grads[1], num_tokens, num_topk)
             grad_rows, grad_values = self._spread(grad_sums, values, kept, arrived)
@@ -177,15 +177,9 @@ class DeviceGradients:
         if grad is None:
             made = self._state.empty(torch.bfloat16, num_rows, self._settings.hidden)
             return made if self._runtime.rehearsing else made.zero_()
-        return _aligned(grad.to(torch.bfloat16).reshape(num_rows, self._settings.hidden))
+        return aligned(grad.to(torch.bfloat16).reshape(num_rows, self._settings.hidden))
 
     def _as_values(self, grad: torch.Tensor | None, num_rows: int, width: int) -> torch.Tensor:
         if grad is None:
             return self._state.empty(torch.float32, num_rows, width).zero_()
-        return _aligned(grad)
-
-
-def _aligned(t: torch.Tensor) -> torch.Tensor:
-    """Contiguous, from a multiple of 16 bytes on."""
-    t = t.contiguous()
-    return t.clone() if t.data_ptr() % 16 else t
+        return aligned(grad)

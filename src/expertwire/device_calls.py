@@ -15,7 +15,7 @@ import torch
 from expertwire import _check
 from expertwire.call import record
 from expertwire.device_autograd import DeviceGradients
-from expertwire.device_steps import Arrived, DeviceSteps, check_handle, copy_used_rows
+from expertwire.device_steps import Arrived, DeviceSteps, aligned, check_handle, copy_used_rows
 from expertwire.errors import InvalidArgument
 from expertwire.formats import BF16, FP8Block, WireFormat
 from expertwire.formats.fp8 import column_major
@@ -67,9 +67,9 @@ class DeviceDispatcher:
             else:
                 self._raise_if_full()
                 self._check_routing(topk_idx, topk_weights, payload.shape[0], exact=exact)
-                weights = None if topk_weights is None else topk_weights.detach()
+                weights = None if topk_weights is None else aligned(topk_weights.detach())
                 handle = Handle(self._owner, epoch, Layout(layout), payload.shape[0], topk_weights)
-                step = self._state.step(bank, handle.layout, topk_idx, weights, expert_alignment)
+                step = self._state.step(bank, handle.layout, aligned(topk_idx), weights, expert_alignment)
             places = self._state.places(step.layout, rows, step.alignment)
         except BaseException as error:
             self._steps.dispatches.end(epoch)
@@ -87,7 +87,8 @@ class DeviceDispatcher:
             if defer_receive and engine.launch.compiling:
                 engine.await_rows(step, total=fused)
 
-        self._runtime.launch((step.layout, rows, step.alignment, fused, cached, defer_receive, *_kinds(step)), send)
+        given = step.topk_idx.dtype, step.topk_weights is None
+        self._runtime.launch((step.layout, rows, step.alignment, fused, cached, defer_receive, *given), send)
 
         def complete() -> dict[str, Any]:
             if defer_receive:
@@ -297,10 +298,3 @@ def rehearse(device: torch.device) -> None:
     FP8Block(decode=True).decode_bfloat16(
         meta.view(torch.float8_e4m3fn), torch.zeros(8, 1, device=device), meta.shape[1] * meta.element_size()
     )
-
-
-def _kinds(step: Step) -> tuple[object, ...]:
-    """What else decides which kernels are compiled: types and alignment of the caller's tensors."""
-    weights = step.topk_weights
-    aligned = None if weights is None else weights.data_ptr() % 16 == 0
-    return step.topk_idx.dtype, step.topk_idx.data_ptr() % 16 == 0, aligned

@@ -88,7 +88,7 @@ class DeviceCombiner:
             expose_values(self._runtime, topk_weights.detach(), step)
 
         def send() -> None:
-            if copied:
+            if copied or (inputs is not None and engine.launch.compiling):
                 self._stage(y, staged, step)
             if late:
                 engine.publish(staged, inputs, step)
@@ -96,14 +96,13 @@ class DeviceCombiner:
                 gather()
 
         def gather() -> None:
-            engine.combine(
-                staged, inputs, step, out, weighted=weighted, biases=addends, publish=not late, finish=held is not None,
-                by_rank=by_rank,
-            )  # fmt: skip
+            for finish in (False, True) if engine.launch.compiling else (held is not None,):
+                engine.combine(
+                    staged, inputs, step, out, weighted=weighted, biases=addends, publish=not late, finish=finish,
+                    by_rank=by_rank,
+                )  # fmt: skip
 
-        kind = (
-            "combine", step.layout, weighted, by_rank, len(biases), late, inputs is not None, copied, held is not None
-        )  # fmt: skip
+        kind = ("combine", step.layout, weighted, by_rank, len(biases), late, inputs is not None)
         if late:
             self._steps.combining.add(step.bank)
         handle._busy = defer_receive

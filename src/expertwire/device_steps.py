@@ -87,3 +87,9 @@ def collect_values(runtime: DeviceRuntime, step: Step) -> torch.Tensor:
     out = state.empty(torch.float32, *step.where.shape)
     runtime.launch(("combine values", step.layout), lambda: combine_values(engine, memory, step, out))
     return out
+
+
+def aligned(t: torch.Tensor) -> torch.Tensor:
+    """Contiguous, from a multiple of 16 bytes on: kernels are compiled for that."""
+    t = t.contiguous()
+    return t.clone() if t.data_ptr() % 16 else t

@@ -92,7 +92,8 @@ def device_runtime(
         memory, placement, capacity=capacity, hidden=hidden, num_topk=num_topk, num_banks=num_banks, spin_limit=1,
         num_sms=num_sms or max(1, seat.num_sms // beside), strict_sms=num_sms is not None,
     )  # fmt: skip
-    runtime = DeviceRuntime(engine, memory, timeout_s)
+    sharing = len({other.uuid for other in seats}) < len(seats)
+    runtime = DeviceRuntime(engine, memory, timeout_s, sharing=sharing)
     group.all_gather(None)
     return runtime
 

@@ -21,9 +21,11 @@ class DeviceRuntime:
     """What `Buffer` needs of a device, under the names that `host.runtime.HostRuntime` has."""
 
     def __init__(
-        self, engine: DeviceEngine, memory: DeviceMemory, timeout_s: float | None, spins_per_s: float | None = None
-    ) -> None:
-        self.engine, self.memory = engine, memory
+        self, engine: DeviceEngine, memory: DeviceMemory, timeout_s: float | None, spins_per_s: float | None = None,
+        *, sharing: bool = True,
+    ) -> None:  # fmt: skip
+        """`sharing`: some ranks share a GPU."""
+        self.engine, self.memory, self._sharing = engine, memory, sharing
         self.masked: set[int] = set()
         self.wait_s = np.zeros(engine.num_ranks)
         self.closed = False
@@ -47,8 +49,9 @@ class DeviceRuntime:
         self.engine.spin_limit = min(spins, _MOST_SPINS)
 
     def launch(self, kind: str | tuple[object, ...], launches: Callable[[], None]) -> None:
-        """Run `launches`. The first time for a kind, all ranks first compile and load the kernels, then meet: a rank
-        that compiles while another one's kernel waits for it would keep the device from loading. Collective then."""
+        """Run `launches`. The first time for a kind, kernels are compiled and loaded before. Where ranks share a GPU
+        they then meet: loading waits for the GPU, where another rank's kernel may wait for this rank. Collective then,
+        so a kind says only what is the same on all ranks."""
         known = kind in self._launched
         if not known or self.rehearsing:
             if torch.cuda.is_current_stream_capturing():
@@ -62,7 +65,7 @@ class DeviceRuntime:
             finally:
                 self.engine.launch.compiling = False
         if not known:
-            if self.engine.num_ranks > 1:
+            if self._sharing and self.engine.num_ranks > 1:
                 self.engine.state.meet("kernels", kind if isinstance(kind, str) else kind[0])
             self._launched.add(kind)
         if not self.rehearsing:
