@@ -296,16 +296,17 @@ class Buffer:
         expert_alignment: int = 1,
         wire: WireFormat | None = None,
     ) -> int:
-        """Bytes of one rank's window, exactly. Pure: needs no group and no device.
+        """Bytes of memory that one rank shares with its peers, exactly. Pure: needs no group and no device.
 
-        On the CPU, pages of a window that no batch reaches take no memory. "mask" needs more room, since each writer
-        gets its own combine records.
+        On the CPU that is its window, and outputs into which peers put large dispatches directly; pages that no batch
+        reaches take no memory. "mask" needs a larger window, since each writer gets its own combine records, and has no
+        outputs.
 
         On GPUs rows land where the caller sees them, so memory is taken for the kinds of rows that are dispatched, when
         they first are: this is the size for one kind, with experts spread evenly. Copies of it are the caller's.
 
         >>> Buffer.size_hint(num_ranks=8, hidden=7168, num_topk=8, num_max_tokens_per_rank=128)
-        59523264
+        103577792
         >>> from expertwire import FP8Block
         >>> Buffer.size_hint(num_ranks=8, hidden=7168, num_topk=8, num_max_tokens_per_rank=128, max_in_flight=1,
         ...                  device="cuda", num_experts=256, layout=Layout.EXPERT_SLOTS, wire=FP8Block())
@@ -315,7 +316,8 @@ class Buffer:
         _check.shape(num_experts, hidden, num_topk, num_max_tokens_per_rank, max_in_flight)
         if device == "cpu":
             apart = on_timeout == "mask"
-            return WindowLayout(num_ranks, num_max_tokens_per_rank, hidden, num_topk, max_in_flight, apart).total_bytes
+            shared = WindowLayout(num_ranks, num_max_tokens_per_rank, hidden, num_topk, max_in_flight, apart)
+            return shared.total_bytes + shared.output_bytes
         wire = wire or BF16()
         return device_bytes(
             num_ranks=num_ranks,

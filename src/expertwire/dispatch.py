@@ -67,7 +67,7 @@ class Dispatcher:
         receive = self._steps.dispatch(
             epoch, plan.routing, plan.rows, plan.header, plan.arrangement,
             known=handle._arrived if plan.cached else None, send_routing=not plan.cached,
-            keep_own=not defer_receive, hold_bank=zero_copy,
+            defers=defer_receive, hold_bank=zero_copy,
         )  # fmt: skip
 
         def complete() -> dict[str, Any]:
@@ -95,14 +95,12 @@ class Dispatcher:
         if topk_weights is not None:
             _check.tensor(rank, "topk_weights", topk_weights, (torch.float32,), dims, meaning)
         distinct = arrangement.layout is Layout.EXPERT_SLOTS
-        if self._context.validate:
-            self._check_ids(topk_idx, distinct)
-        else:
-            self.dropped_selections += int(((topk_idx < -1) | (topk_idx >= settings.num_experts)).sum())
+        routing = self._engine.route(topk_idx, topk_weights, distinct=distinct)
+        if routing.illegal or routing.repeats:
+            self._drop(topk_idx, routing)
         handle = Handle(self._context.owner, epoch, arrangement.layout, num_tokens, topk_weights)
-        handle._routing = self._engine.route(topk_idx, topk_weights, distinct=distinct)
+        handle._routing = routing
         handle._arrangement = arrangement
-        self.dropped_selections += handle._routing.repeats
         return handle
 
     def _check_repeat(self, x: Any, topk_idx: Any, topk_weights: Any, handle: Any, zero_copy: bool) -> None:
@@ -125,7 +123,11 @@ class Dispatcher:
             )
         return int(first.shape[0])
 
-    def _check_ids(self, topk_idx: torch.Tensor, distinct: bool) -> None:
+    def _drop(self, topk_idx: torch.Tensor, routing: Routing) -> None:
+        """Count the selections that are dropped, or raise for the first of them."""
+        if not self._context.validate:
+            self.dropped_selections += routing.illegal + routing.repeats
+            return
         ids, kernels = topk_idx.to(torch.int64).numpy(), self._engine.kernels
         token, slot = kernels.first_illegal(ids, self._settings.num_experts)
         if token >= 0:
@@ -133,12 +135,11 @@ class Dispatcher:
                 f"rank {self._rank}: topk_idx[{token}, {slot}] = {ids[token, slot]} is no expert: ids must be in "
                 f"[0, {self._settings.num_experts}), or -1 for no selection"
             )
-        token, slot = kernels.first_repeat(ids) if distinct else (-1, -1)
-        if token >= 0:
-            raise InvalidArgument(
-                f"rank {self._rank}: topk_idx[{token}, {slot}] = {ids[token, slot]} repeats an expert of the same "
-                "token; EXPERT_SLOTS has room for distinct experts only (use EXPERT_MAJOR, or -1 in the later slot)"
-            )
+        token, slot = kernels.first_repeat(ids)
+        raise InvalidArgument(
+            f"rank {self._rank}: topk_idx[{token}, {slot}] = {ids[token, slot]} repeats an expert of the same "
+            "token; EXPERT_SLOTS has room for distinct experts only (use EXPERT_MAJOR, or -1 in the later slot)"
+        )
 
     def _plan(self, x: Any, topk_weights: Any, handle: Handle, wire: WireFormat | None, zero_copy: bool) -> _Plan:
         rank = self._rank
@@ -269,6 +270,8 @@ class Dispatcher:
 
 def _padded(values: np.ndarray, num_rows: int, filler: int) -> torch.Tensor:
     """A copy of `values` [n, K], continued by rows of `filler` up to `num_rows`."""
+    if num_rows == len(values):
+        return torch.from_numpy(values.copy())
     found = np.full((num_rows, values.shape[1]), filler, values.dtype)
     found[: len(values)] = values
     return torch.from_numpy(found)

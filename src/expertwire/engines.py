@@ -129,7 +129,7 @@ def host_engine(
     runtime_of = RemoteRuntime if transport == "fabric" else HostRuntime
     runtime = runtime_of(
         layout,
-        TRANSPORTS[transport](group, layout.total_bytes),  # type: ignore[call-arg]
+        TRANSPORTS[transport](group, layout.total_bytes, layout.output_bytes),  # type: ignore[call-arg]
         row_work,
         timeout_s=timeout_s,
         mask_peers=mask_peers,

@@ -126,15 +126,18 @@ class Steps:
         *,
         known: Placed | None = None,
         send_routing: bool = True,
-        keep_own: bool = True,
+        defers: bool = False,
         zero_unused: bool = False,
         hold_bank: bool = False,
     ) -> Callable[[], Received]:
-        """Send rows along `routing`; the result receives them. `hold_bank` leaves the step open (zero-copy views)."""
+        """Send rows along `routing`; the result receives them, at once unless the caller `defers` that. `hold_bank`
+        leaves the step open (zero-copy views)."""
         self._settle(self.dispatches)
         row = self.engine.dispatch_row(rows.payload_bytes, rows.sf_bytes)
         with self._fatal:
-            self.engine.send_dispatch(epoch, routing, rows, header, cached=not send_routing, keep_own=keep_own)
+            sent = self.engine.send_dispatch(
+                epoch, routing, rows, header, arrangement.layout, cached=not send_routing, defers=defers
+            )
 
         def receive() -> Received:
             try:
@@ -145,7 +148,7 @@ class Steps:
                     arrangement,
                     known=known,
                     send_routing=send_routing,
-                    own=(routing, rows) if keep_own else None,
+                    sent=None if defers else sent,
                     zero_unused=zero_unused,
                     reuse_bank=hold_bank,
                 )

@@ -259,7 +259,8 @@ def test_size_hint_is_exact_and_checked():
 
     def window_bytes(rank):
         with make(rank) as buf:
-            return buf._engine.runtime.own.nbytes
+            transport = buf._engine.runtime.transport
+            return transport.windows[rank.rank].nbytes + transport.outputs[rank.rank].nbytes
 
     assert world(2, window_bytes) == [ew.Buffer.size_hint(**shape)] * 2
     large = ew.Buffer.size_hint(num_ranks=512, hidden=16384, num_topk=64, num_max_tokens_per_rank=1 << 17)

@@ -35,7 +35,8 @@ BACK_WIRES = {"bf16": None, "explicit": ew.BF16(), "logfmt10": ew.LogFMT10()}
 
 @dataclass(frozen=True)
 class Setup:
-    """One buffer. With `interleaved`, two cases are in flight at any time, else one."""
+    """One buffer. With `interleaved`, two cases are in flight at any time, else one. `direct` puts rows straight into
+    the peers' outputs, as only large dispatches do otherwise."""
 
     transport: str
     num_ranks: int
@@ -43,6 +44,7 @@ class Setup:
     placement: str = "contiguous"
     hidden: int = 144
     interleaved: bool = False
+    direct: bool = False
 
     @property
     def num_experts(self) -> int:
@@ -60,7 +62,7 @@ class Setup:
 
         Five in flight: two cases with a dispatch, a cached one, and the backward of one while the other is open.
         """
-        return ew.Buffer(
+        buf = ew.Buffer(
             group,
             num_experts=self.num_experts,
             hidden=self.hidden,
@@ -74,9 +76,12 @@ class Setup:
             debug_poison=self.interleaved,
             engine=self.engine,
         )
+        if self.direct:
+            buf._engine.announce_from_bytes = 0
+        return buf
 
     def __str__(self) -> str:
-        flags = "-interleaved" * self.interleaved
+        flags = "-interleaved" * self.interleaved + "-direct" * self.direct
         return f"{self.transport}{self.num_ranks}-{self.engine}-{self.placement}-h{self.hidden}{flags}"
 
 

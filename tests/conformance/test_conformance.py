@@ -29,6 +29,10 @@ SETUPS = [
     Setup("inproc", 3, "torch", "contiguous", 520),
     *(Setup("shm", num_ranks, "numba", "table", 144, interleaved=True) for num_ranks in (1, 2, 3, 4, 8)),
     Setup("shm", 3, "torch", "contiguous", 144),
+    Setup("shm", 2, "numba", "contiguous", 144, direct=True),
+    Setup("shm", 3, "numba", "table", 8, interleaved=True, direct=True),
+    Setup("inproc", 4, "numba", "table", 144, interleaved=True, direct=True),
+    Setup("inproc", 3, "torch", "contiguous", 520, direct=True),
 ]
 CASES = {setup: [c for c in covering_cases(seed) if legal(setup, c)] for seed, setup in enumerate(SETUPS)}
 

@@ -86,7 +86,7 @@ def test_routing(both, seed):
     same(routed[0], routed[2])
     same(routed[1], routed[3])
 
-    slot_rank, slot_local, is_last, offsets, tokens, _ = routed[1][1]
+    slot_rank, slot_local, is_last, offsets, tokens, _, _ = routed[1][1]
     heard = rng.random(num_ranks) < 0.8
     firsts = rng.integers(1, 1 << 20, num_ranks)
     for per_token in (False, True):

@@ -24,32 +24,40 @@ def route(engine, topk_idx, expert_rank=(0, 0, 1, 1), expert_local=(0, 1, 0, 1),
 
 
 def test_route_docstring_example(engine):
-    slot_rank, slot_local, is_last, offsets, tokens, repeats = route(engine, [[0, 2], [1, 0], [-1, 3]])
+    slot_rank, slot_local, is_last, offsets, tokens, repeats, illegal = route(engine, [[0, 2], [1, 0], [-1, 3]])
     assert slot_rank == [[0, 1], [0, 0], [-1, 1]]
     assert slot_local == [[0, 0], [1, 0], [-1, 1]]
     assert is_last == [[True, True], [False, True], [False, True]]
-    assert (offsets, tokens, repeats) == ([0, 2, 4], [0, 1, 0, 2], 0)
+    assert (offsets, tokens, repeats, illegal) == ([0, 2, 4], [0, 1, 0, 2], 0, 0)
 
 
 def test_route_with_repeats_and_a_rank_without_experts(engine):
     topk_idx = [[2, 2, 0], [0, -1, 0], [-1, -1, -1]]
-    slot_rank, slot_local, is_last, offsets, tokens, repeats = route(engine, topk_idx, (0, 0, 2), (0, 1, 0), 3)
+    slot_rank, slot_local, is_last, offsets, tokens, repeats, illegal = route(engine, topk_idx, (0, 0, 2), (0, 1, 0), 3)
     assert slot_rank == [[2, 2, 0], [0, -1, 0], [-1, -1, -1]]
     assert is_last == [[False, True, True], [False, False, True], [False] * 3]
-    assert (offsets, tokens, repeats) == ([0, 2, 2, 3], [0, 1, 0], 0)
-    slot_rank, slot_local, is_last, offsets, tokens, repeats = route(engine, topk_idx, (0, 0, 2), (0, 1, 0), 3, True)
+    assert (offsets, tokens, repeats, illegal) == ([0, 2, 2, 3], [0, 1, 0], 0, 0)
+    slot_rank, slot_local, is_last, offsets, tokens, repeats, illegal = route(
+        engine, topk_idx, (0, 0, 2), (0, 1, 0), 3, True
+    )
     assert slot_rank == [[2, -1, 0], [0, -1, -1], [-1, -1, -1]]
     assert slot_local == [[0, -1, 0], [0, -1, -1], [-1, -1, -1]]
     assert is_last == [[True, False, True], [True, False, False], [False] * 3]
-    assert (offsets, tokens, repeats) == ([0, 2, 2, 3], [0, 1, 0], 2)
+    assert (offsets, tokens, repeats, illegal) == ([0, 2, 2, 3], [0, 1, 0], 2, 0)
 
 
 def test_route_of_no_tokens(engine):
-    slot_rank, _, _, offsets, tokens, repeats = engine.route(
+    slot_rank, _, _, offsets, tokens, repeats, illegal = engine.route(
         np.empty((0, 4), np.int64), np.zeros(3, np.int32), np.arange(3, dtype=np.int32), 2, True
     )
     assert slot_rank.shape == (0, 4)
-    assert (offsets.tolist(), tokens.tolist(), repeats) == ([0, 0, 0], [], 0)
+    assert (offsets.tolist(), tokens.tolist(), repeats, illegal) == ([0, 0, 0], [], 0, 0)
+
+
+def test_a_route_counts_ids_that_are_none(engine):
+    slot_rank, _, _, offsets, tokens, repeats, illegal = route(engine, [[0, 4], [-2, -1], [9, 9]], distinct=True)
+    assert slot_rank == [[0, -1], [-1, -1], [-1, -1]]
+    assert (offsets, tokens, repeats, illegal) == ([0, 1, 1], [0], 0, 4)
 
 
 def test_types_of_a_route(engine):
@@ -65,6 +73,16 @@ def test_first_illegal_and_first_repeat(engine):
     assert engine.first_repeat(ids([[0, 1, -1, -1], [1, 0, 2, -1]])) == (-1, -1)
     assert engine.first_repeat(ids([[0, 1, -1], [2, -1, 2], [1, 1, 1]])) == (1, 2)
     assert engine.first_repeat(np.empty((0, 2), np.int64)) == (-1, -1)
+
+
+def test_gather_rows_docstring_example(engine):
+    """Rows 3 and 5 to a record each; what is between the records stays."""
+    rows = torch.arange(6 * 96, dtype=torch.int32).to(torch.uint8).view(6, 96)
+    for stream in (False, True):
+        out = torch.full((2, 128), 7, dtype=torch.uint8)
+        engine.gather_rows(rows.data_ptr(), np.array([3, 5], np.int32), out.data_ptr(), 128, 96, stream)
+        assert torch.equal(out[:, :96], rows[[3, 5]])
+        assert (out[:, 96:] == 7).all()
 
 
 def test_place_experts_docstring_example(engine):

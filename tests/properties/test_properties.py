@@ -23,7 +23,8 @@ check = settings(
 
 @dataclass(frozen=True)
 class Group:
-    """Everything all ranks do: ids[r] are rank r's selections, -1 for none."""
+    """Everything all ranks do: ids[r] are rank r's selections, -1 for none. `direct` ranks put their rows straight into
+    their peers' outputs, as only large dispatches do otherwise."""
 
     num_ranks: int
     num_experts: int
@@ -33,10 +34,11 @@ class Group:
     owners: tuple[int, ...]
     ids: tuple[tuple[tuple[int, ...], ...], ...]
     max_in_flight: int = 2
+    direct: tuple[bool, ...] = ()
 
     def buffer(self, rank, **options):
         options = {"timeout_s": 60.0, "max_in_flight": self.max_in_flight, **options}
-        return ew.Buffer(
+        buf = ew.Buffer(
             rank,
             num_experts=self.num_experts,
             hidden=self.hidden,
@@ -45,6 +47,9 @@ class Group:
             placement=ew.Placement(self.owners),
             **options,
         )
+        if self.direct and self.direct[buf.rank]:
+            buf._engine.announce_from_bytes = 0
+        return buf
 
     def topk_idx(self, rank):
         return torch.tensor(self.ids[rank], dtype=torch.int64).view(len(self.ids[rank]), self.num_topk)
@@ -108,7 +113,8 @@ def groups(draw, distinct=False):
     )
     ids = tuple(tuple(tuple(t) for t in draw(tokens)) for _ in range(num_ranks))
     hidden = 8 * draw(st.integers(1, 5))
-    return Group(num_ranks, num_experts, num_topk, hidden, capacity, owners, ids)
+    direct = tuple(draw(st.lists(st.booleans(), min_size=num_ranks, max_size=num_ranks)))
+    return Group(num_ranks, num_experts, num_topk, hidden, capacity, owners, ids, direct=direct)
 
 
 def run(group, fn, *args):

@@ -3,6 +3,7 @@
 dispatch    one lane, each step sent, received and finished; three steps on two banks, so that a bank is reused
 deferred    one lane, two steps in flight, as with `defer_receive`
 combine     a dispatch lane and a combine lane, turn by turn
+rendezvous  one lane, three steps on two banks: large puts are announced, and a rank defers the first step
 barrier     three barriers in a row
 refused     one lane, a rank rejects its own arguments in the first step
 masked      dispatch with two ranks that may give up on each other at any wait
@@ -18,11 +19,11 @@ from expertwire.errors import InvalidArgument
 from expertwire.ordering import signals
 from expertwire.ordering.explore import Result, explore
 from expertwire.ordering.lowering import Encoding, Settings, cta_threads, network_thread
-from expertwire.ordering.operations import Region, Wait, Word
+from expertwire.ordering.operations import Load, Region, Wait, Word
 from expertwire.ordering.profiles import Profile
 from expertwire.ordering.program import Program
 from expertwire.protocols import barrier as barrier_protocol
-from expertwire.protocols import epoch_signal, lane
+from expertwire.protocols import epoch_signal, lane, rendezvous
 from expertwire.protocols.lane import Lane, Step, ring
 
 ENCODING = Encoding(epoch_signal.pack, epoch_signal.unpack)
@@ -91,6 +92,47 @@ def refused(rank: int, num_ranks: int, steps: int = 3, banks: int = 2) -> Step:
         yield from lane.finish(one, rank, epoch, num_ranks)
 
 
+def defers(rank: int, epoch: int) -> bool:
+    """Rank 1 receives step 1 after step 2."""
+    return (rank, epoch) == (1, 1)
+
+
+def announced(writer: int, reader: int, epoch: int, least: int) -> int:
+    """Rows that the writer announces, if they are `least` at least."""
+    count = rows_sent(writer, reader, epoch)
+    return 0 if count < least or writer == reader or defers(writer, epoch) else count
+
+
+def receive_announced(one: Lane, rank: int, epoch: int, num_ranks: int, least: int, at_once: bool = True) -> Step:
+    """A receive half with its rendezvous. The caller looks at its rows until their memory is given to a peer again,
+    which is `num_banks` steps later."""
+    ranks, old = range(num_ranks), epoch - one.num_banks
+    yield from lane.receive(one, rank, epoch, num_ranks)
+    coming = {p: announced(p, rank, epoch, least) for p in ranks if announced(p, rank, epoch, least)}
+    if at_once:
+        for peer in ranks if old > 0 else ():
+            if announced(peer, rank, old, least):
+                yield Load(rendezvous.landing(one).rows(old, peer), announced(peer, rank, old, least))
+        leaving = {p: announced(rank, p, epoch, least) for p in ranks if announced(rank, p, epoch, least)}
+        yield from rendezvous.meet(one, rank, epoch, coming, leaving, [p for p in ranks if defers(p, epoch)])
+    yield from rendezvous.land(one, epoch, coming)
+    yield from lane.finish(one, rank, epoch, num_ranks)
+
+
+def meet(rank: int, num_ranks: int, steps: int = 3, banks: int = 2, least: int = 2) -> Step:
+    """Large puts wait for their places, small ones do not; rank 1 defers a step."""
+    one, waiting = Lane("dispatch", banks), 0
+    for epoch in range(1, steps + 1):
+        yield from lane.send(one, rank, epoch, counts(rank, num_ranks, epoch))
+        if defers(rank, epoch):
+            waiting = epoch
+            continue
+        yield from receive_announced(one, rank, epoch, num_ranks, least)
+        if waiting:
+            yield from receive_announced(one, rank, waiting, num_ranks, least, at_once=False)
+            waiting = 0
+
+
 def barrier(rank: int, num_ranks: int, steps: int = 3) -> Step:
     """Barriers in a row."""
     for epoch in range(1, steps + 1):
@@ -116,6 +158,7 @@ MODELS: dict[str, Model] = {
         Model("dispatch", "one lane, three steps on two banks", dispatch),
         Model("deferred", "one lane, two steps in flight", deferred),
         Model("combine", "dispatch and combine lanes, three steps on one bank each", combine),
+        Model("rendezvous", "large puts announced, three steps on two banks, a rank defers", meet),
         Model("refused", "one lane, a rank refuses the first step", refused, sent=rows_unless_refused),
         Model("barrier", "three barriers in a row", barrier),
         Model(
@@ -144,6 +187,8 @@ def settings(model: Model, mechanism: str, **wrong: Any) -> Settings:
     """How a model is carried out; `wrong` turns on one of the mistakes of `Settings`."""
 
     def truth(word: Word, epoch: int, reader: int) -> int | None:
+        if word.purpose.endswith("_place_ready"):
+            return 1
         return model.sent(word.writer, reader, epoch) if word.purpose.endswith("_ready") else None
 
     base = Settings(signals.get(mechanism), ENCODING, truth, _paired)

@@ -13,7 +13,7 @@ import numpy as np
 
 from expertwire.host.dispatch import Arrivals, Routing
 from expertwire.host.kernels import Array
-from expertwire.host.runtime import Header, HostRuntime, Segments
+from expertwire.host.runtime import Header, HostRuntime, Segments, any_needs_grad
 from expertwire.layouts.rows import CombineRow
 from expertwire.ordering.operations import Region
 from expertwire.protocols import lane as protocol
@@ -52,7 +52,7 @@ def send(
 
     def put(peer: int, region: Region, count: int) -> Segments:
         segments = runtime.write_header(peer, layout.combine_header(region.bank, region.writer), described)
-        mine = slice(int(arrivals.offsets[peer]), int(arrivals.offsets[peer + 1]))
+        mine = arrivals.rows_from(peer)
         first, tokens = layout.combine_rows(region.bank, region.writer), arrivals.tokens[mine]
         if count and not (keep_own and peer == runtime.rank):
             for table, at, num_bytes in parts:
@@ -79,14 +79,14 @@ def receive(
     layout, bank = runtime.layout, lane.bank(epoch)
     counts = runtime.run("combine receive", protocol.receive(lane, runtime.rank, epoch, runtime.num_ranks))
     headers = [layout.combine_header(bank, writer) for writer in range(runtime.num_ranks)]
-    needs_grad = runtime.check_headers("combine", epoch, counts, headers, settings)
+    flags = runtime.check_headers("combine", epoch, counts, headers, settings)
     heard = np.array([peer in counts for peer in range(runtime.num_ranks)])
     if rows == "none":
-        return np.zeros(routing.slot_rank.shape, np.int64), heard, 0, needs_grad
+        return np.zeros(routing.slot_rank.shape, np.int64), heard, 0, any_needs_grad(flags)
     records = records_of(runtime, bank)
     table, expected, missing = runtime.kernels.expected_rows(
         routing.slot_rank, routing.is_last, rows == "token", heard, records, row.stride
     )
     brought = [counts.get(peer, 0) for peer in range(runtime.num_ranks)]
     assert brought == expected.tolist(), f"combine brought {brought} rows, not {expected}"
-    return table, heard, missing, needs_grad
+    return table, heard, missing, any_needs_grad(flags)

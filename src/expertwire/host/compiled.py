@@ -35,6 +35,7 @@ try:
         expected_rows,
         first_illegal,
         first_repeat,
+        gather_rows,
         group_offsets,
         move_rows,
         outgoing_rows,
@@ -73,6 +74,7 @@ def warm_up() -> None:
         first_illegal(index, 1)
         first_repeat(index)
         move_rows(rows, rows, 8, False)
+        gather_rows(at, tokens, at, 8, 8, False)
         place_rows(rows, index, at, 8, False)
         scatter_rows(index, tokens, at, 64, 8, False)
         outgoing_rows(index, at, 8, offsets)
@@ -99,6 +101,7 @@ __all__ = [
     "expected_rows",
     "first_illegal",
     "first_repeat",
+    "gather_rows",
     "group_offsets",
     "move_rows",
     "outgoing_rows",

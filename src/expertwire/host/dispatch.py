@@ -1,4 +1,5 @@
-"""Dispatch on the host: from a token's row to a peer's window, and from the own window to a place in the output.
+"""Dispatch on the host: from a token's row to a peer's window, and from the own window to a place in the output; or,
+where there are many rows, straight to their place in the peer's output (`protocols.rendezvous`).
 
 Rows travel as raw bytes; what they mean is the wire format's business. A row of the own rank needs no trip through the
 window: unless the receive half is deferred, it is read where the caller keeps it.
@@ -7,16 +8,18 @@ window: unless the receive half is deferred, it is read where the caller keeps i
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import numpy as np
 
 from expertwire.host.kernels import Array
-from expertwire.host.runtime import Header, HostRuntime, Segments
+from expertwire.host.runtime import ANNOUNCES, DEFERS, Header, HostRuntime, Segments, any_needs_grad
 from expertwire.layouts.rows import DispatchRow
 from expertwire.ordering.operations import Region
 from expertwire.protocols import lane as protocol
+from expertwire.protocols import rendezvous
 from expertwire.protocols.epoch_signal import REFUSED
-from expertwire.protocols.lane import Lane
+from expertwire.protocols.lane import Lane, ring
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,7 @@ class Routing:
     is_last [T, K] bool                  the slot is the highest of its token that its rank serves
     offsets [R + 1], tokens              rank r gets tokens[offsets[r]:offsets[r + 1]]
     weights [T, K] float32               all ones where the caller gave none (`weighted` False)
+    repeats, illegal                     selections that count as none: repeats of an expert, ids that are none
     """
 
     slot_rank: Array
@@ -37,6 +41,7 @@ class Routing:
     weights: Array
     weighted: bool
     repeats: int
+    illegal: int
 
     @property
     def num_tokens(self) -> int:
@@ -44,8 +49,12 @@ class Routing:
 
     @property
     def rows_per_peer(self) -> list[int]:
-        rows: list[int] = (self.offsets[1:] - self.offsets[:-1]).tolist()
-        return rows
+        ends = self.offsets.tolist()
+        return [last - first for first, last in pairwise(ends)]
+
+    def tokens_for(self, peer: int) -> Array:
+        tokens: Array = self.tokens[self.offsets[peer] : self.offsets[peer + 1]]
+        return tokens
 
 
 @dataclass(frozen=True)
@@ -72,6 +81,9 @@ class Arrivals:
         rows: Array = self.offsets[1:] - self.offsets[:-1]
         return rows
 
+    def rows_from(self, peer: int) -> slice:
+        return slice(int(self.offsets[peer]), int(self.offsets[peer + 1]))
+
     @property
     def last_slot(self) -> Array:
         """[m] the highest slot of each row that this rank serves."""
@@ -90,37 +102,70 @@ class WireRows:
     owner: object
 
 
+@dataclass(frozen=True)
+class Sent:
+    """What a rank that receives at once still has to do with its own rows: place them, and put the announced ones to
+    `announced` peers."""
+
+    routing: Routing
+    rows: WireRows
+    announced: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What the headers said: `coming`, the rows that peers announced; `deferring`, the peers that give no places."""
+
+    coming: dict[int, int]
+    deferring: tuple[int, ...]
+
+
+Place = tuple[int, int]  # where in the reader's outputs payload and scale factors of a writer's first row go
+IN_WINDOW: Place = (-1, -1)
+
+
+def _put_rows(
+    runtime: HostRuntime, routing: Routing, rows: WireRows, peer: int, payload: int, sf: int, strides: tuple[int, int]
+) -> None:
+    """Copy the rows for `peer` to address `payload`, their scale factors to `sf`."""
+    tokens, gather = routing.tokens_for(peer), runtime.kernels.gather_rows
+    stream = runtime.streams(len(routing.tokens), rows.payload_bytes)
+    gather(rows.payload, tokens, payload, strides[0], rows.payload_bytes, stream)
+    if rows.sf_bytes:
+        gather(rows.sf, tokens, sf, strides[1], rows.sf_bytes, False)
+
+
 def send(
     runtime: HostRuntime,
     lane: Lane,
     epoch: int,
-    routing: Routing,
-    rows: WireRows,
+    sent: Sent,
     row: DispatchRow,
     header: Header,
     *,
     cached: bool,
-    keep_own: bool,
+    defers: bool,
 ) -> None:
-    """Send half. With `cached` the receivers know the routing already; with `keep_own` own rows are not copied."""
-    layout, kernels, described = runtime.layout, runtime.kernels, header.pack(epoch)
+    """Send half. With `cached` the receivers know the routing already; own rows are copied only if the receive half is
+    deferred."""
+    layout, kernels, routing = runtime.layout, runtime.kernels, sent.routing
+    described = header.pack(epoch, DEFERS if defers else 0)
+    announcing = header.pack(epoch, ANNOUNCES) if sent.announced else described
 
     def put(peer: int, region: Region, count: int) -> Segments:
-        head = runtime.write_header(peer, layout.dispatch_header(region.bank, region.writer), described)
+        later = peer in sent.announced
+        offset = layout.dispatch_header(region.bank, region.writer)
+        head = runtime.write_header(peer, offset, announcing if later else described)
         if count == 0:
             return head
-        tokens = routing.tokens[routing.offsets[peer] : routing.offsets[peer + 1]]
         first = layout.dispatch_rows(region.bank, region.writer)
         records = runtime.base[peer] + first
-        if not (keep_own and peer == runtime.rank):
-            places = records + row.stride * np.arange(count)
-            runtime.move(rows.payload + rows.payload_bytes * tokens.astype(np.int64), places, rows.payload_bytes)
-            if rows.sf_bytes:
-                runtime.move(rows.sf + rows.sf_bytes * tokens.astype(np.int64), places + row.sf, rows.sf_bytes)
+        if not later and (defers or peer != runtime.rank):
+            _put_rows(runtime, routing, sent.rows, peer, records, records + row.sf, (row.stride, row.stride))
         if not cached:
             kernels.write_routing(
                 records, row.stride, row.topk_idx, row.topk_weights, row.token,
-                tokens, peer, routing.slot_rank, routing.slot_local, routing.weights,
+                routing.tokens_for(peer), peer, routing.slot_rank, routing.slot_local, routing.weights,
             )  # fmt: skip
         if runtime.hands_over:
             head.append((first + row.stride * np.arange(count), row.stride))
@@ -141,20 +186,22 @@ def refuse(runtime: HostRuntime, lane: Lane, epoch: int, reason: str) -> None:
 
 
 def receive(
-    runtime: HostRuntime, lane: Lane, epoch: int, row: DispatchRow, settings: str, known: Arrivals | None
-) -> tuple[Arrivals, Array, bool]:
-    """Receive half: what arrived; the address of each record in the own window (0 where a masked peer's is missing);
-    and whether any rank needs gradients.
+    runtime: HostRuntime, lane: Lane, epoch: int, row: DispatchRow, settings: str, known: Arrivals | None, since: float
+) -> tuple[Arrivals, Array, bool, Meeting]:
+    """Receive half, up to where every row has a place: what arrived; the address of each record in the own window (0
+    where a masked peer's is missing); whether any rank needs gradients; and which rows are still to come.
 
-    With `known` (cached dispatch) the routing is taken from there.
+    With `known` (cached dispatch) the routing is taken from there. Time-outs count from `since`.
     """
     layout, bank = runtime.layout, lane.bank(epoch)
-    counts = runtime.run("dispatch receive", protocol.receive(lane, runtime.rank, epoch, runtime.num_ranks))
+    counts = runtime.run(
+        "dispatch receive", protocol.receive(lane, runtime.rank, epoch, runtime.num_ranks), since=since
+    )
     headers = [layout.dispatch_header(bank, writer) for writer in range(runtime.num_ranks)]
-    needs_grad = runtime.check_headers("dispatch", epoch, counts, headers, settings)
-    present = np.array([counts.get(peer, 0) for peer in range(runtime.num_ranks)])
+    flags = runtime.check_headers("dispatch", epoch, counts, headers, settings)
+    present = [counts.get(peer, 0) for peer in range(runtime.num_ranks)]
     if known is None:
-        offsets = np.concatenate([[0], np.cumsum(present)])
+        offsets = np.array([*accumulate(present, initial=0)], np.int64)
         shape = (int(offsets[-1]), row.num_topk)
         arrivals = Arrivals(
             offsets, np.empty(shape[0], np.int32), np.empty(shape, np.int32), np.empty(shape, np.float32)
@@ -165,7 +212,7 @@ def receive(
     for writer, count in enumerate(present):
         if count == 0:
             continue
-        mine = slice(int(arrivals.offsets[writer]), int(arrivals.offsets[writer + 1]))
+        mine = arrivals.rows_from(writer)
         assert count == mine.stop - mine.start, "a cached dispatch brought another number of rows"
         records = runtime.base[runtime.rank] + layout.dispatch_rows(bank, writer)
         addresses[mine] = records + row.stride * np.arange(count)
@@ -174,4 +221,44 @@ def receive(
                 records, row.stride, row.topk_idx, row.topk_weights, row.token,
                 arrivals.topk_idx[mine], arrivals.weights[mine], arrivals.tokens[mine],
             )  # fmt: skip
-    return arrivals, addresses, needs_grad
+    coming = {peer: counts[peer] for peer, flag in flags.items() if flag & ANNOUNCES}
+    deferring = tuple(peer for peer, flag in flags.items() if flag & DEFERS)
+    return arrivals, addresses, any_needs_grad(flags), Meeting(coming, deferring)
+
+
+def meet(
+    runtime: HostRuntime, lane: Lane, epoch: int, sent: Sent, row: DispatchRow, meeting: Meeting,
+    places: dict[int, Place], since: float,
+) -> None:  # fmt: skip
+    """Give the peers in `coming` their `places`, and put the own announced rows to where their readers want them:
+    straight into their outputs, or into their windows."""
+    layout, bank, windows = runtime.layout, lane.bank(epoch), runtime.transport.windows
+    given = rendezvous.places(lane).name
+
+    def place_in(window: Array, reader: int) -> Array:
+        at = layout.place_record(bank, reader)
+        return window[at : at + 16].view(np.int64)
+
+    def put(peer: int, region: Region, count: int) -> Segments:
+        if region.lane == given:
+            place_in(windows[peer], runtime.rank)[:] = places[peer]
+            return []
+        payload, sf = IN_WINDOW if peer in meeting.deferring else place_in(runtime.own, peer).tolist()
+        if payload < 0:
+            records = runtime.base[peer] + layout.dispatch_rows(bank, runtime.rank)
+            _put_rows(runtime, sent.routing, sent.rows, peer, records, records + row.sf, (row.stride, row.stride))
+        else:
+            outputs, strides = runtime.output_base[peer], (row.payload_bytes, row.sf_bytes)
+            _put_rows(runtime, sent.routing, sent.rows, peer, outputs + payload, outputs + sf, strides)
+        return []
+
+    counts = sent.routing.rows_per_peer
+    leaving = {peer: counts[peer] for peer in ring(runtime.rank, runtime.num_ranks) if peer in sent.announced}
+    step = rendezvous.meet(lane, runtime.rank, epoch, meeting.coming, leaving, meeting.deferring)
+    runtime.run("dispatch receive", step, put, since=since, asked=[p for p in leaving if p not in meeting.deferring])
+
+
+def land(runtime: HostRuntime, lane: Lane, epoch: int, meeting: Meeting, since: float) -> None:
+    """Wait until the rows that were announced have come."""
+    step = rendezvous.land(lane, epoch, meeting.coming)
+    runtime.run("dispatch receive", step, since=since, asked=meeting.coming)

@@ -7,7 +7,7 @@ from) -> `receive_combine` (sums).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -17,7 +17,7 @@ import torch
 from expertwire.formats import BF16, FP8Block, LogFMT10, WireFormat
 from expertwire.host import combine, dispatch
 from expertwire.host.combine import Rows
-from expertwire.host.dispatch import Arrivals, Routing, WireRows
+from expertwire.host.dispatch import IN_WINDOW, Arrivals, Meeting, Routing, Sent, WireRows
 from expertwire.host.kernels import Array
 from expertwire.host.pool import Pool
 from expertwire.host.runtime import Header, HostRuntime
@@ -28,6 +28,7 @@ from expertwire.protocols.lane import Lane
 from expertwire.topology import Placement
 
 _POISON = 0xFF
+_ANNOUNCE_FROM_BYTES = 1 << 20  # rows for one peer; below, waiting for a place costs more than a copy
 _dispatch_row = lru_cache(maxsize=64)(DispatchRow)
 _combine_row = lru_cache(maxsize=64)(CombineRow)
 
@@ -101,7 +102,8 @@ class HostEngine:
         self.rows_sent = [0] * self.num_ranks
         self.rows_received = [0] * self.num_ranks
         self.bytes_sent = [0] * self.num_ranks
-        self._workspaces: dict[tuple[int, str], torch.Tensor] = {}
+        self.announce_from_bytes = _ANNOUNCE_FROM_BYTES
+        self._workspaces: dict[tuple[int, int, bool], torch.Tensor] = {}
 
     # -- send dispatch -------------------------------------------------------------------------------------------
 
@@ -110,8 +112,9 @@ class HostEngine:
         ids = topk_idx.to(torch.int64).numpy()
         weights = np.ones(ids.shape, np.float32) if topk_weights is None else topk_weights.detach().numpy().copy()
         routed = self.kernels.route(ids, self.expert_rank, self.expert_local, self.num_ranks, distinct)
-        slot_rank, slot_local, is_last, offsets, tokens, repeats = routed
-        return Routing(slot_rank, slot_local, is_last, offsets, tokens, weights, topk_weights is not None, repeats)
+        slot_rank, slot_local, is_last, offsets, tokens, repeats, illegal = routed
+        weighted = topk_weights is not None
+        return Routing(slot_rank, slot_local, is_last, offsets, tokens, weights, weighted, repeats, illegal)
 
     def encode(self, x: torch.Tensor, wire: WireFormat) -> WireRows:
         """Rows in their wire format. BF16 rows are not copied."""
@@ -153,15 +156,33 @@ class HostEngine:
         return _dispatch_row(payload_bytes, sf_bytes, self.num_topk)
 
     def send_dispatch(
-        self, epoch: int, routing: Routing, rows: WireRows, header: Header, *, cached: bool, keep_own: bool
-    ) -> None:
-        row = self.dispatch_row(rows.payload_bytes, rows.sf_bytes)
-        dispatch.send(
-            self.runtime, self.dispatch_lane, epoch, routing, rows, row, header, cached=cached, keep_own=keep_own
-        )
-        for peer, count in enumerate(routing.rows_per_peer):
+        self,
+        epoch: int,
+        routing: Routing,
+        rows: WireRows,
+        header: Header,
+        layout: Layout,
+        *,
+        cached: bool,
+        defers: bool,
+    ) -> Sent:
+        """Send half; the result is what a receive half that follows at once still has to do."""
+        row, counts = self.dispatch_row(rows.payload_bytes, rows.sf_bytes), routing.rows_per_peer
+        announced = () if defers else self._announced(counts, row, layout)
+        sent = Sent(routing, rows, announced)
+        dispatch.send(self.runtime, self.dispatch_lane, epoch, sent, row, header, cached=cached, defers=defers)
+        for peer, count in enumerate(counts):
             self.rows_sent[peer] += count
             self.bytes_sent[peer] += count * row.stride
+        return sent
+
+    def _announced(self, counts: list[int], row: DispatchRow, layout: Layout) -> tuple[int, ...]:
+        """The peers whose rows had better wait for their final place. COMPACT rows stand there once, one after the
+        other; where a peer may be masked, it must not be given memory that the caller will see."""
+        if layout is not Layout.COMPACT or self.runtime.mask_peers or self.runtime.hands_over:
+            return ()
+        least = self.announce_from_bytes
+        return tuple(p for p, n in enumerate(counts) if n and p != self.rank and n * row.data_bytes >= least)
 
     # -- receive dispatch ----------------------------------------------------------------------------------------
 
@@ -174,44 +195,53 @@ class HostEngine:
         *,
         known: Placed | None,
         send_routing: bool,
-        own: tuple[Routing, WireRows] | None,
+        sent: Sent | None,
         zero_unused: bool,
         reuse_bank: bool,
     ) -> Received:
         """Wait for all peers and put their rows into place.
 
         `known` repeats an earlier placement (cached dispatch), though with `send_routing` weights come along anew;
-        `own` are the rows of this rank that were not copied into the window; `zero_unused` clears rows that nobody
-        fills; `reuse_bank` places into the bank's workspace.
+        `sent` is given unless this half was deferred: own rows are placed from there, announced ones leave now;
+        `zero_unused` clears rows that nobody fills; `reuse_bank` places into the bank's workspace.
         """
-        arrivals, records, needs_grad = dispatch.receive(
-            self.runtime,
-            self.dispatch_lane,
-            epoch,
-            row,
-            settings,
-            known.arrivals if known and not send_routing else None,
-        )
+        runtime, lane, since = self.runtime, self.dispatch_lane, self.runtime.clock()
+        repeated = known.arrivals if known and not send_routing else None
+        arrivals, records, needs_grad, meeting = dispatch.receive(runtime, lane, epoch, row, settings, repeated, since)
         for peer, count in enumerate(arrivals.rows_per_peer.tolist()):
             self.rows_received[peer] += count
-        missing = records == 0
-        payloads, sfs = records, records + row.sf
-        sfs[missing] = 0
-        if own is not None:
-            routing, wire = own
-            mine = slice(int(arrivals.offsets[self.rank]), int(arrivals.offsets[self.rank + 1]))
-            sent = routing.tokens[routing.offsets[self.rank] : routing.offsets[self.rank + 1]].astype(np.int64)
-            payloads = records.copy()
-            payloads[mine] = wire.payload + wire.payload_bytes * sent
-            sfs[mine] = wire.sf + wire.sf_bytes * sent
         placed = replace(known, arrivals=arrivals) if known else self._place(arrivals, arrangement)
-        bank = self.dispatch_lane.bank(epoch) if reuse_bank else None
-        blank = zero_unused or bool(missing.any())
-        out = self._fill(bank, "payload", row.payload_bytes, payloads, placed, blank)
-        sf = None
-        if row.sf_bytes:
-            sf = self._fill(bank, "sf", row.sf_bytes, sfs, placed, blank)
-        return Received(placed, out, sf, needs_grad)
+        bank = lane.bank(epoch) if reuse_bank else None
+        blank = zero_unused or bool(runtime.masked)
+        direct = sent is not None and bool(meeting.coming) and placed.layout is Layout.COMPACT
+        outputs, shared = self._outputs(bank, placed.num_rows, row, blank, direct)
+        try:
+            if sent is not None and (meeting.coming or sent.announced):
+                places = self._give_places(meeting, arrivals, outputs if shared else None)
+                dispatch.meet(runtime, lane, epoch, sent, row, meeting, places, since)
+            if meeting.coming and not shared:
+                dispatch.land(runtime, lane, epoch, meeting, since)
+            self._fill(outputs, row, records, placed, sent, meeting.coming if shared else ())
+            if shared:
+                dispatch.land(runtime, lane, epoch, meeting, since)
+        except BaseException:
+            if shared:
+                runtime.outputs.keep(outputs)
+            raise
+        return Received(placed, outputs[0], outputs[1] if row.sf_bytes else None, needs_grad)
+
+    def _give_places(
+        self, meeting: Meeting, arrivals: Arrivals, outputs: list[torch.Tensor] | None
+    ) -> dict[int, tuple[int, int]]:
+        """Where each peer that announced rows puts its first one: straight into `outputs`, or else into the window."""
+        if outputs is None:
+            return dict.fromkeys(meeting.coming, IN_WINDOW)
+        first = [(self.runtime.outputs.place(out), out.shape[1]) for out in outputs]
+        places = {}
+        for peer in meeting.coming:
+            at = [begin + row_bytes * int(arrivals.offsets[peer]) for begin, row_bytes in first]
+            places[peer] = at[0], at[-1]
+        return places
 
     def _place(self, arrivals: Arrivals, arrangement: Arrangement) -> Placed:
         """The output row of every arrival, before any row has moved."""
@@ -231,31 +261,64 @@ class HostEngine:
             )
         return Placed(layout, arrivals, rows, counts, padded, offsets, num_rows)
 
-    def _fill(
-        self, bank: int | None, part: str, row_bytes: int, sources: Array, placed: Placed, blank: bool
-    ) -> torch.Tensor:
-        """uint8 [num_rows, row_bytes] with arrival i, at address sources[i], copied to its rows in `placed`."""
-        out = self._output(bank, part, (placed.num_rows, row_bytes))
-        if blank:
-            out.zero_()
-        elif self.runtime.debug_poison:
-            out.fill_(_POISON)
-        stream = self.runtime.streams(placed.num_filled, row_bytes)
-        self.kernels.place_rows(sources, placed.rows, out.data_ptr(), row_bytes, stream)
-        return out
+    def _outputs(
+        self, bank: int | None, num_rows: int, row: DispatchRow, blank: bool, direct: bool
+    ) -> tuple[list[torch.Tensor], bool]:
+        """uint8 [num_rows, bytes] for payload and, if there are any, scale factors; and whether peers can write there,
+        which they should if `direct`."""
+        shapes = [(num_rows, row.payload_bytes)] + ([(num_rows, row.sf_bytes)] if row.sf_bytes else [])
+        found = [self._output(bank, part, shape, direct) for part, shape in enumerate(shapes)]
+        outputs = [out for out in found if out is not None]
+        shared = direct and len(outputs) == len(shapes)
+        if direct and not shared:
+            return self._outputs(bank, num_rows, row, blank, False)
+        for out in outputs:
+            if blank:
+                out.zero_()
+            elif self.runtime.debug_poison:
+                out.fill_(_POISON)
+        return outputs, shared
 
-    def _output(self, bank: int | None, part: str, shape: tuple[int, int]) -> torch.Tensor:
+    def _output(self, bank: int | None, part: int, shape: tuple[int, int], shared: bool) -> torch.Tensor | None:
+        """New memory, or the workspace of `bank`; None if there is no `shared` memory left."""
         if bank is None:
-            return self.pool.empty(shape, torch.uint8)
-        workspace = self._workspaces.get((bank, part))
+            return self.runtime.outputs.empty(shape) if shared else self.pool.empty(shape, torch.uint8)
+        workspace = self._workspaces.get((bank, part, shared))
         if workspace is None or workspace.numel() < shape[0] * shape[1]:
-            workspace = self._workspaces[bank, part] = self.pool.empty((shape[0] * shape[1],), torch.uint8)
-        return workspace[: shape[0] * shape[1]].view(shape)
+            workspace = self._output(None, part, shape, shared)
+            if workspace is None:
+                return None
+            self._workspaces[bank, part, shared] = workspace
+        return workspace.view(-1)[: shape[0] * shape[1]].view(shape)
+
+    def _fill(
+        self,
+        outputs: list[torch.Tensor],
+        row: DispatchRow,
+        records: Array,
+        placed: Placed,
+        sent: Sent | None,
+        direct: Collection[int],
+    ) -> None:
+        """Copy arrival i to its rows of `outputs`, from its record in the window (0 = missing) or, if it is the own
+        rank's, from where the caller keeps it. The rows of `direct` peers are there already."""
+        arrivals, stream = placed.arrivals, self.runtime.streams(placed.num_filled, row.payload_bytes)
+        for out, at in zip(outputs, (0, row.sf), strict=False):
+            sources, row_bytes = records + at, out.shape[1]
+            if self.runtime.masked:
+                sources[records == 0] = 0
+            if sent is not None:
+                first = sent.rows.sf if at else sent.rows.payload
+                tokens = sent.routing.tokens_for(self.rank)
+                sources[arrivals.rows_from(self.rank)] = first + row_bytes * tokens.astype(np.int64)
+            for peer in direct:
+                sources[arrivals.rows_from(peer)] = 0
+            self.kernels.place_rows(sources, placed.rows, out.data_ptr(), row_bytes, stream)
 
     def finish_dispatch(self, epoch: int) -> None:
         """The windows of this step may be written again."""
         layout, bank = self.runtime.layout, self.dispatch_lane.bank(epoch)
-        for (of_bank, _), workspace in self._workspaces.items():
+        for (of_bank, _, _), workspace in self._workspaces.items():
             if of_bank == bank:
                 workspace[:0].zero_()  # autograd now refuses a backward pass that would read the recycled views
         for writer in range(self.num_ranks):
@@ -359,7 +422,7 @@ class HostEngine:
         operands = records
         if own is not None:
             arrivals, outgoing = own
-            mine = slice(int(arrivals.offsets[self.rank]), int(arrivals.offsets[self.rank + 1]))
+            mine = arrivals.rows_from(self.rank)
             tokens = arrivals.tokens[mine]
             operands[tokens] = np.where(outgoing[mine] != 0, outgoing[mine], operands[tokens])
         is_float32 = not isinstance(wire, BF16)

@@ -102,7 +102,7 @@ def _quiet(rows: torch.Tensor) -> torch.Tensor:
 
 def route(
     topk_idx: Array, expert_rank: Array, expert_local: Array, num_ranks: int, distinct: bool
-) -> tuple[Array, Array, Array, Array, Array, int]:
+) -> tuple[Array, Array, Array, Array, Array, int, int]:
     is_repeat = _repeats(topk_idx) & (topk_idx < expert_rank.size) & distinct
     valid = (topk_idx >= 0) & (topk_idx < expert_rank.size) & ~is_repeat
     expert = np.where(valid, topk_idx, 0)
@@ -113,7 +113,9 @@ def route(
     token, slot = np.nonzero(valid)
     goes[slot_rank[token, slot], token] = True
     offsets = np.concatenate([[0], np.cumsum(goes.sum(axis=1))]).astype(np.int64)
-    return slot_rank, slot_local, is_last, offsets, np.nonzero(goes)[1].astype(np.int32), int(is_repeat.sum())
+    illegal = int(((topk_idx < -1) | (topk_idx >= expert_rank.size)).sum())
+    tokens = np.nonzero(goes)[1].astype(np.int32)
+    return slot_rank, slot_local, is_last, offsets, tokens, int(is_repeat.sum()), illegal
 
 
 def _named_before(ids: Array) -> Array:
@@ -145,6 +147,11 @@ def first_repeat(topk_idx: Array) -> tuple[int, int]:
 def move_rows(source: Array, destination: Array, num_bytes: int, stream: bool = False) -> None:
     for from_, to in zip(source.tolist(), destination.tolist(), strict=True):
         ctypes.memmove(to, from_, num_bytes)
+
+
+def gather_rows(source: int, tokens: Array, out: int, stride: int, num_bytes: int, stream: bool = False) -> None:
+    places = out + stride * np.arange(tokens.size, dtype=np.int64)
+    move_rows(source + num_bytes * tokens.astype(np.int64), places, num_bytes)
 
 
 def place_rows(source: Array, rows: Array, out: int, num_bytes: int, stream: bool = False) -> None:

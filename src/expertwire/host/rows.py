@@ -23,7 +23,8 @@ def route(topk_idx, expert_rank, expert_local, num_ranks, distinct):
     topk_idx [T, K] int64 -> slot_rank [T, K], slot_local [T, K] (int32, -1 = no selection), is_last [T, K] (this slot
     is the highest of its token that its rank serves), offsets [R + 1] int64, tokens [offsets[R]] int32: rank r gets
     tokens[offsets[r]:offsets[r + 1]], ascending, each once.
-    With `distinct`, a later slot that repeats an expert of the same token counts as -1; `repeats` says how many did.
+    With `distinct`, a later slot that repeats an expert of the same token counts as -1, and so does an id that is none;
+    `repeats` and `illegal` say how many did.
 
     Worked example, 2 ranks with experts (0, 1) and (2, 3): topk_idx = [[0, 2], [1, 0], [-1, 3]] gives
     slot_rank = [[0, 1], [0, 0], [-1, 1]], slot_local = [[0, 0], [1, 0], [-1, 1]], is_last = [[1, 1], [0, 1], [0, 1]],
@@ -36,10 +37,12 @@ def route(topk_idx, expert_rank, expert_local, num_ranks, distinct):
     last_slot = np.empty(num_ranks, np.int64)
     offsets = np.zeros(num_ranks + 1, np.int64)
     last_token = np.full(num_ranks, -1, np.int64)
-    repeats = 0
+    repeats = illegal = 0
     for t in range(num_tokens):
         for k in range(num_topk):
             expert = topk_idx[t, k]
+            if expert < -1 or expert >= expert_rank.size:
+                illegal += 1
             if distinct and 0 <= expert < expert_rank.size:
                 for earlier in range(k):
                     if topk_idx[t, earlier] == expert:
@@ -72,7 +75,7 @@ def route(topk_idx, expert_rank, expert_local, num_ranks, distinct):
                 last_token[rank] = t
                 tokens[cursor[rank]] = t
                 cursor[rank] += 1
-    return slot_rank, slot_local, is_last, offsets, tokens, repeats
+    return slot_rank, slot_local, is_last, offsets, tokens, repeats, illegal
 
 
 @njit(nogil=True, cache=True)
@@ -110,6 +113,21 @@ def move_rows(source, destination, num_bytes, stream=False):
     else:
         for i in range(source.size):
             copy_bytes(destination[i], source[i], num_bytes)
+
+
+@njit(nogil=True, cache=True)
+def gather_rows(source, tokens, out, stride, num_bytes, stream=False):
+    """Copy row tokens[i] of `source`, rows of `num_bytes`, to address out + i * stride.
+
+    `stream` as in move_rows. Bytes moved: 2 * rows * num_bytes.
+    Worked example: tokens = [3, 5] copies rows 3 and 5 to `out` and `out + stride`.
+    """
+    for i in range(tokens.size):
+        if stream:
+            stream_bytes(out + i * stride, source + tokens[i] * num_bytes, num_bytes)
+        else:
+            copy_bytes(out + i * stride, source + tokens[i] * num_bytes, num_bytes)
+    store_fence()
 
 
 @njit(nogil=True, cache=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,6 +26,7 @@ from expertwire.errors import (
     TransportBroken,
 )
 from expertwire.host.kernels import Array, Kernels
+from expertwire.host.outputs import Outputs
 from expertwire.layouts.window import GUARD_BYTES, HEADER_BYTES, WindowLayout
 from expertwire.ordering.operations import Load, PutSignal, Region, Signal, Wait, Word
 from expertwire.protocols.epoch_signal import REFUSED, pack, unpack
@@ -39,7 +40,13 @@ _PATIENCE = (0, 0, 100)
 # More than a rank's share of a last-level cache: such rows have left it before anybody reads them.
 _STREAM_FROM_BYTES = 4 << 20
 
-_HEADER_PREFIX = struct.Struct("<qH?")  # epoch, bytes of text, needs_grad
+_HEADER_PREFIX = struct.Struct("<BqH")  # flags, epoch, bytes of text
+NEEDS_GRAD, ANNOUNCES, DEFERS = 1, 2, 4  # flags
+
+
+def any_needs_grad(flags: dict[int, int]) -> bool:
+    return any(flag & NEEDS_GRAD for flag in flags.values())
+
 
 Segments = list[tuple[Array, int]]  # (byte offsets in the reader's window, bytes at each of them)
 Put = Callable[[int, Region, int], Segments]
@@ -55,17 +62,18 @@ class Header:
     text: str
     needs_grad: bool = False
 
-    def pack(self, epoch: int) -> Array:
-        """Its bytes in a window, uint8."""
+    def pack(self, epoch: int, flags: int = 0) -> Array:
+        """Its bytes in a window, uint8. Further flags: ANNOUNCES, the rows follow when they have a place; DEFERS, the
+        writer gives no places itself (`protocols.rendezvous`)."""
         text = self.text.encode()[: HEADER_BYTES - _HEADER_PREFIX.size]
-        return np.frombuffer(_HEADER_PREFIX.pack(epoch, len(text), self.needs_grad) + text, np.uint8)
+        flags |= NEEDS_GRAD if self.needs_grad else 0
+        return np.frombuffer(_HEADER_PREFIX.pack(flags, epoch, len(text)) + text, np.uint8)
 
     @staticmethod
-    def unpack(raw: bytes) -> tuple[int, Header]:
-        """The epoch and header that lie in a window."""
-        epoch, length, needs_grad = _HEADER_PREFIX.unpack_from(raw)
-        text = raw[_HEADER_PREFIX.size : _HEADER_PREFIX.size + length].decode(errors="replace")
-        return epoch, Header(text, needs_grad)
+    def unpack(raw: bytes) -> tuple[int, str]:
+        """The epoch and text that lie in a window."""
+        _, epoch, length = _HEADER_PREFIX.unpack_from(raw)
+        return epoch, raw[_HEADER_PREFIX.size : _HEADER_PREFIX.size + length].decode(errors="replace")
 
 
 class Windows(Protocol):
@@ -74,6 +82,7 @@ class Windows(Protocol):
     rank: int
     num_ranks: int
     windows: list[NDArray[np.uint8]]
+    outputs: list[NDArray[np.uint8]]
 
     def alive(self, peer: int) -> bool | None: ...
 
@@ -109,9 +118,12 @@ class HostRuntime:
         crowded = self.num_ranks > len(os.sched_getaffinity(0))
         self._first_patience = _CROWDED_PATIENCE if crowded else _FIRST_PATIENCE
         self.closed = False
-        self.wait_s = np.zeros(self.num_ranks)
+        self.wait_s = [0.0] * self.num_ranks
+        self._excluded = [Word("excluded", peer) for peer in range(self.num_ranks)]
         self.base = [window.ctypes.data for window in transport.windows]
         self.own = transport.windows[self.rank]
+        self.output_base = [output.ctypes.data for output in transport.outputs]
+        self.outputs = Outputs(transport.outputs[self.rank])
         if debug_poison:
             self._poison_window()
 
@@ -175,7 +187,7 @@ class HostRuntime:
         self.publish(peer, Word("excluded", self.rank), 1)
 
     def _usable(self, peer: int) -> bool:
-        if peer not in self.masked and self._is_set(Word("excluded", peer)):
+        if peer not in self.masked and self._is_set(self._excluded[peer]):
             if not self.mask_peers:
                 raise PeerLost(
                     self.rank, "send", [], 0.0, f"Rank {peer} timed out waiting for this rank and goes on without it."
@@ -185,15 +197,24 @@ class HostRuntime:
 
     # -- protocol steps ------------------------------------------------------------------------------------------
 
-    def run(self, phase: str, step: Step, put: Put | None = None) -> dict[int, int]:
+    def run(
+        self,
+        phase: str,
+        step: Step,
+        put: Put | None = None,
+        *,
+        since: float | None = None,
+        asked: Collection[int] | None = None,
+    ) -> dict[int, int]:
         """Carry out one half of a protocol; returns the last count that each writer signalled, masked ones absent.
 
-        `put(peer, region, count)` writes rows into a peer's window before their signal, and says where.
+        `put(peer, region, count)` writes rows into a peer's memory before their signal, and says where. Time-outs count
+        from `since` on the clock, and name the late ones of the `asked` peers, all by default.
         """
         if self.closed:
             raise BufferClosed(f"rank {self.rank}: this buffer is closed; there is nothing left to send or receive")
         counts: dict[int, int] = {}
-        started = self.clock()
+        started = self.clock() if since is None else since
         answer: int | None = None
         while True:
             try:
@@ -201,24 +222,23 @@ class HostRuntime:
             except StopIteration:
                 return counts
             answer = None
-            match operation:
-                case PutSignal(peer, region, count, word, epoch):
-                    if self._usable(peer):
-                        assert put is not None
-                        self.deliver(peer, put(peer, region, count), word, epoch, count)
-                case Signal(peer, word, epoch, count):
-                    if peer not in self.masked:
-                        self.publish(peer, word, epoch, count)
-                case Wait(word, epoch):
-                    answer = self._wait(phase, word, epoch, started)
-                    if answer is not None:
-                        counts[word.writer] = answer
-                case Load():
-                    pass  # the caller reads the rows where they lie, before it runs `finish`
-                case _:
-                    raise AssertionError(f"the host engine has no {operation}")
+            if isinstance(operation, Wait):
+                answer = self._wait(phase, operation.word, operation.epoch, started, asked)
+                if answer is not None:
+                    counts[operation.word.writer] = answer
+            elif isinstance(operation, PutSignal):
+                peer, count = operation.peer, operation.count
+                if self._usable(peer):
+                    assert put is not None
+                    segments = put(peer, operation.region, count)
+                    self.deliver(peer, segments, operation.word, operation.epoch, count)
+            elif isinstance(operation, Signal):
+                if operation.peer not in self.masked:
+                    self.publish(operation.peer, operation.word, operation.epoch, operation.count)
+            else:  # the caller reads the rows where they lie, before it runs `finish`
+                assert isinstance(operation, Load), f"the host engine has no {operation}"
 
-    def _wait(self, phase: str, word: Word, epoch: int, started: float) -> int | None:
+    def _wait(self, phase: str, word: Word, epoch: int, started: float, asked: Collection[int] | None) -> int | None:
         """The count of the word once it has reached `epoch`; None if its writer is masked."""
         peer = word.writer
         if peer in self.masked:
@@ -235,17 +255,19 @@ class HostRuntime:
             waited = self.clock() - started
             if lost or (self.timeout_s is not None and waited > self.timeout_s):
                 if not self.mask_peers:
-                    self._give_up(phase, word, epoch, waited, lost)
+                    self._give_up(phase, word, epoch, waited, lost, asked)
                 self.mask(peer)
                 return None
             seen = self.watch(word, wanted, _PATIENCE)
         self.wait_s[peer] += self.clock() - began
         return unpack(seen)[1]
 
-    def _give_up(self, phase: str, word: Word, epoch: int, waited: float, lost: bool) -> None:
+    def _give_up(
+        self, phase: str, word: Word, epoch: int, waited: float, lost: bool, asked: Collection[int] | None
+    ) -> None:
         """Raise with every peer that has not signalled, not only the one that was waited for."""
         missed = []
-        for peer in range(self.num_ranks):
+        for peer in range(self.num_ranks) if asked is None else asked:
             seen = self.kernels.read_word(self._address(self.rank, Word(word.purpose, peer, word.bank)))
             gone = self.has_left(peer)
             if seen < pack(epoch, REFUSED) and peer not in self.masked and (gone or not lost):
@@ -266,26 +288,23 @@ class HostRuntime:
 
     def check_headers(
         self, phase: str, epoch: int, counts: dict[int, int], offsets: Sequence[int], expected: str
-    ) -> bool:
-        """Raise if a peer refused this step, or called it with other settings. True if any rank needs gradients."""
-        without = Header(expected).pack(epoch).tobytes()
-        with_grad = None
-        needs_grad = False
+    ) -> dict[int, int]:
+        """Raise if a peer refused this step, or called it with other settings. The flags of every peer."""
+        same = Header(expected).pack(epoch).tobytes()
+        flags = {}
         for peer in counts:
-            seen = self.own[offsets[peer] : offsets[peer] + len(without)].tobytes()
-            if seen != without:
-                with_grad = with_grad or Header(expected, True).pack(epoch).tobytes()
-                if seen != with_grad:
-                    self._raise_for_headers(phase, epoch, counts, offsets, expected)
-                needs_grad = True
-        return needs_grad
+            seen = self.own[offsets[peer] : offsets[peer] + len(same)].tobytes()
+            if seen[1:] != same[1:]:
+                self._raise_for_headers(phase, epoch, counts, offsets, expected)
+            flags[peer] = seen[0]
+        return flags
 
     def _raise_for_headers(
         self, phase: str, epoch: int, counts: dict[int, int], offsets: Sequence[int], expected: str
     ) -> None:
-        headers = {}
+        texts = {}
         for peer in counts:
-            seen, headers[peer] = Header.unpack(self.own[offsets[peer] : offsets[peer] + HEADER_BYTES].tobytes())
+            seen, texts[peer] = Header.unpack(self.own[offsets[peer] : offsets[peer] + HEADER_BYTES].tobytes())
             if seen != epoch:
                 there = f"of {phase} {seen}" if seen else "from before the first call"
                 raise TransportBroken(
@@ -295,17 +314,17 @@ class HostRuntime:
                 )
         refused = [peer for peer, count in counts.items() if count == REFUSED]
         if refused:
-            reasons = "; ".join(headers[peer].text for peer in refused)
+            reasons = "; ".join(texts[peer] for peer in refused)
             raise PeerRefused(
                 f"rank {self.rank}: this {phase} is void, since a peer refused its arguments ({reasons}). "
                 "The next call works as usual.",
                 refused,
             )
-        for peer, header in headers.items():
-            if header.text != expected:
+        for peer, text in texts.items():
+            if text != expected:
                 raise GroupMismatch(
                     f"rank {self.rank}: ranks call {phase} differently: here ({expected}), "
-                    f"on rank {peer} ({header.text}). All ranks must pass the same settings."
+                    f"on rank {peer} ({text}). All ranks must pass the same settings."
                 )
 
     # -- debugging -----------------------------------------------------------------------------------------------
@@ -332,5 +351,6 @@ class HostRuntime:
         for peer in range(self.num_ranks):
             self.publish(peer, Word("leaving", self.rank), 1)
         self.closed = True
-        self.base, self.own = [], np.empty(0, np.uint8)
+        self.base, self.own, self.output_base = [], np.empty(0, np.uint8), []
+        self.outputs.close()
         self.transport.close()

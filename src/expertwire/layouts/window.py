@@ -7,6 +7,8 @@
 
 Regions are separated by guards that nobody writes. All addresses depend on what was fixed at creation, never on a call:
 a call with shorter rows packs them more densely inside the region, but no region moves.
+
+Beside its window a rank shares its outputs with its peers: memory for received rows, which peers write directly.
 """
 
 from __future__ import annotations
@@ -20,12 +22,15 @@ from expertwire.layouts.rows import LINE_BYTES, CombineRow, DispatchRow, max_com
 
 HEADER_BYTES = 256
 GUARD_BYTES = 64
+PAGE_BYTES = 4096
 PURPOSES = (
     "barrier",
     "leaving",  # the writer has closed its buffer
     "excluded",  # the writer has masked this rank
     "dispatch_ready",
     "dispatch_done",
+    "dispatch_place_ready",  # the writer, as a reader of dispatch, says where rows go; the record is behind the word
+    "dispatch_landing_ready",
     "combine_ready",
     "combine_done",
 )
@@ -72,6 +77,10 @@ class WindowLayout:
         index = (bank * len(PURPOSES) + PURPOSES.index(purpose)) * self.num_ranks + writer
         return index * LINE_BYTES
 
+    def place_record(self, bank: int, reader: int) -> int:
+        """Byte offset of two int64 from `reader`: where in its outputs payload and scale factors go, -1 = nowhere."""
+        return self.word("dispatch_place_ready", reader, bank) + 8
+
     @cached_property
     def _dispatch(self) -> int:
         return self.words_bytes + GUARD_BYTES
@@ -103,6 +112,15 @@ class WindowLayout:
     @cached_property
     def total_bytes(self) -> int:
         return self._combine + self.num_banks * (self.combine_bank_bytes + GUARD_BYTES)
+
+    @cached_property
+    def output_bytes(self) -> int:
+        """Memory for received rows beside the window: every dispatch in flight and one that the caller still holds, all
+        COMPACT and as large as they can be. None where peers may be masked: one that wakes up must not write there."""
+        if self.num_ranks == 1 or self.writers_apart:
+            return 0
+        largest = self.num_ranks * self.capacity * max_data_bytes(self.hidden)
+        return (self.num_banks + 1) * (round_up(largest, PAGE_BYTES) + PAGE_BYTES)
 
     def guards(self) -> Iterator[int]:
         """Byte offsets of the `GUARD_BYTES` long guards, one after every region."""

@@ -39,6 +39,7 @@ def require_memory(window_bytes: int) -> None:
 class Transport(ABC):
     """One mapped window per rank: `windows[r]` is rank r's memory, `windows[rank]` the own one, zero at the start.
 
+    `outputs[r]` is rank r's memory for received rows, page-aligned; no pages are taken before they are touched.
     `mechanism` says how put_signal keeps its promise here, `profile` under which rules that was model-checked.
     """
 
@@ -49,6 +50,7 @@ class Transport(ABC):
     rank: int
     num_ranks: int
     windows: list[NDArray[np.uint8]]
+    outputs: list[NDArray[np.uint8]]
 
     @classmethod
     @abstractmethod
@@ -65,4 +67,4 @@ class Transport(ABC):
 
     def close(self) -> None:
         """Forget the windows. Memory stays mapped while a tensor still looks at it. Never communicates."""
-        self.windows = []
+        self.windows, self.outputs = [], []

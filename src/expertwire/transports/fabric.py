@@ -300,8 +300,8 @@ class FabricTransport(Inproc):
     mechanism = "simulated: the World's `signal`"
     profile = "the World's `fabric`"
 
-    def __init__(self, bootstrap: Bootstrap, window_bytes: int) -> None:
-        super().__init__(bootstrap, window_bytes)
+    def __init__(self, bootstrap: Bootstrap, window_bytes: int, output_bytes: int) -> None:
+        super().__init__(bootstrap, window_bytes, 0)  # no peer could write there
         assert isinstance(self._crew.fabric, Fabric)
         self._fabric = self._crew.fabric
         self._fabric.windows = self.windows

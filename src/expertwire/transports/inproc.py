@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import mmap
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from expertwire.errors import PeerLost, WorldAborted
 from expertwire.transports.base import Bootstrap, Transport, require_memory
+
+_NORESERVE = 0x4000 if sys.platform.startswith("linux") else 0  # pages count when touched; not in Python's mmap
 
 
 class Turns(Protocol):
@@ -105,13 +110,14 @@ class Inproc(Transport):
     mechanism = "stores, then a release store of the word; acquire load"
     profile = "host"
 
-    def __init__(self, bootstrap: Bootstrap, window_bytes: int) -> None:
+    def __init__(self, bootstrap: Bootstrap, window_bytes: int, output_bytes: int) -> None:
         assert isinstance(bootstrap, Rank)
         self.rank, self.num_ranks = bootstrap.rank, bootstrap.num_ranks
         self._crew = bootstrap.crew
         require_memory(window_bytes)
         # np.zeros maps fresh pages that cost nothing until they are touched.
-        self.windows = bootstrap.all_gather(np.zeros(window_bytes, np.uint8))
+        memory = bootstrap.all_gather((np.zeros(window_bytes, np.uint8), _pages(output_bytes)))
+        self.windows, self.outputs = [window for window, _ in memory], [output for _, output in memory]
 
     @classmethod
     def unavailable(cls) -> str | None:
@@ -122,3 +128,11 @@ class Inproc(Transport):
 
     def raise_if_aborted(self) -> None:
         self._crew.raise_if_aborted(self.rank)
+
+
+def _pages(num_bytes: int) -> NDArray[np.uint8]:
+    if num_bytes == 0:
+        return np.empty(0, np.uint8)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8)

@@ -1,7 +1,7 @@
-"""Ranks as processes of one host: each window is an anonymous memory file that the peers map.
+"""Ranks as processes of one host: windows and outputs are anonymous memory files that the peers map.
 
-The file has no name: peers open it through the owner's /proc/<pid>/fd while the owner still holds it open. When all
-have mapped it the descriptors are closed, so a crash at any moment leaves nothing behind, and the size of the
+The files have no name: peers open them through the owner's /proc/<pid>/fd while the owner still holds them open. When
+all have mapped them the descriptors are closed, so a crash at any moment leaves nothing behind, and the size of the
 shared-memory file system (64 MB in many containers) does not matter.
 """
 
@@ -25,11 +25,11 @@ _HUGE_PAGE_BYTES = 2 << 20
 
 @dataclass(frozen=True)
 class _Offer:
-    """What a rank tells its peers: where its window is, or why it has none."""
+    """What a rank tells its peers: where its window and its outputs are, or why it has none."""
 
     host: str
     pid: int
-    descriptor: int
+    descriptors: tuple[int, ...]
     error: str = ""
 
 
@@ -39,7 +39,15 @@ def _host_identity() -> str:
         return f"{boot_id.read().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
+def _create(num_bytes: int) -> int:
+    descriptor = os.memfd_create("expertwire")
+    os.ftruncate(descriptor, num_bytes)
+    return descriptor
+
+
 def _map(descriptor: int, num_bytes: int) -> NDArray[np.uint8]:
+    if num_bytes == 0:
+        return np.empty(0, np.uint8)
     memory = mmap.mmap(descriptor, num_bytes)
     if num_bytes >= 4 * _HUGE_PAGE_BYTES:
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -57,34 +65,34 @@ class Shm(Transport):
     mechanism = "stores to shared memory, then a release store of the word; acquire load"
     profile = "host"
 
-    def __init__(self, bootstrap: Bootstrap, window_bytes: int) -> None:
+    def __init__(self, bootstrap: Bootstrap, window_bytes: int, output_bytes: int) -> None:
         require_memory(window_bytes)
         self.rank, self.num_ranks = bootstrap.rank, bootstrap.num_ranks
-        self.windows = []
-        own = -1
+        self.windows, self.outputs = [], []
+        sizes = (window_bytes, output_bytes)
+        own: list[int] = []
         opened: list[int] = []
         self._processes: list[int] = []
         self._release = weakref.finalize(self, _close_all, self._processes)
         try:
             try:
-                own = os.memfd_create("expertwire")
-                os.ftruncate(own, window_bytes)
-                offer = _Offer(_host_identity(), os.getpid(), own)
+                own.extend(_create(num_bytes) for num_bytes in sizes)
+                offer = _Offer(_host_identity(), os.getpid(), tuple(own))
             except OSError as error:
-                offer = _Offer("", os.getpid(), -1, f"cannot create a window of {window_bytes} bytes: {error}")
+                offer = _Offer("", os.getpid(), (), f"cannot create memory of {sizes} bytes: {error}")
             offers: list[_Offer] = bootstrap.all_gather(offer)
-            problem = self._attach(offers, opened, window_bytes, own)
+            problem = self._attach(offers, opened, sizes, own)
             problems = bootstrap.all_gather(problem)
         finally:
-            for descriptor in [*opened, *([own] if own >= 0 else [])]:
+            for descriptor in [*opened, *own]:
                 os.close(descriptor)
         failed = {rank: reason for rank, reason in enumerate(problems) if reason}
         if failed:
             self.close()
             raise TransportUnavailable(f"shm transport: {'; '.join(f'rank {r}: {why}' for r, why in failed.items())}")
 
-    def _attach(self, offers: list[_Offer], opened: list[int], window_bytes: int, own: int) -> str:
-        """Map every peer's window; returns what went wrong, or an empty string."""
+    def _attach(self, offers: list[_Offer], opened: list[int], sizes: tuple[int, int], own: list[int]) -> str:
+        """Map every peer's memory; returns what went wrong, or an empty string."""
         hosts = {offer.host for offer in offers if not offer.error}
         if offers[self.rank].error:
             return offers[self.rank].error
@@ -94,14 +102,17 @@ class Shm(Transport):
             if offer.error:
                 return f"rank {peer} has no window"
             try:
-                descriptor = own
-                if peer != self.rank:
-                    descriptor = os.open(f"/proc/{offer.pid}/fd/{offer.descriptor}", os.O_RDWR)
-                    opened.append(descriptor)
-                self.windows.append(_map(descriptor, window_bytes))
+                for mapped, number, num_bytes in zip(
+                    (self.windows, self.outputs), offer.descriptors, sizes, strict=True
+                ):
+                    descriptor = number
+                    if peer != self.rank:
+                        descriptor = os.open(f"/proc/{offer.pid}/fd/{number}", os.O_RDWR)
+                        opened.append(descriptor)
+                    mapped.append(_map(descriptor, num_bytes))
                 self._processes.append(os.pidfd_open(offer.pid))
             except (OSError, ValueError) as error:
-                return f"cannot map the window of rank {peer} (pid {offer.pid}, {window_bytes} bytes): {error}"
+                return f"cannot map the memory of rank {peer} (pid {offer.pid}, {sizes} bytes): {error}"
         return ""
 
     @classmethod
