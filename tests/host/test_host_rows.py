@@ -85,6 +85,12 @@ def test_gather_rows_docstring_example(engine):
         assert (out[:, 96:] == 7).all()
 
 
+def test_overlay_rows_docstring_example(engine):
+    table = np.array([[1, 2], [3, 4]])
+    engine.overlay_rows(table, np.array([1], np.int32), np.array([[0, 9]]))
+    assert table.tolist() == [[1, 2], [3, 9]]
+
+
 def test_place_experts_docstring_example(engine):
     topk_idx, offsets = np.array([[0, 1], [1, -1], [0, 0]], np.int32), ids([0, 4, 8])
     assert engine.place_experts(topk_idx, offsets).tolist() == [[0, 4], [5, -1], [1, 2]]

@@ -39,6 +39,7 @@ try:
         group_offsets,
         move_rows,
         outgoing_rows,
+        overlay_rows,
         place_compact,
         place_experts,
         place_rows,
@@ -79,6 +80,7 @@ def warm_up() -> None:
         scatter_rows(index, tokens, at, 64, 8, False)
         outgoing_rows(index, at, 8, offsets)
         expected_rows(ids, flags, True, np.zeros(1, np.bool_), offsets, 64)
+        overlay_rows(index, tokens, index)
         write_routing(at, 64, 0, 16, 32, tokens, 0, ids, ids, weights)
         read_routing(at, 64, 0, 16, 32, ids, weights, tokens)
         count_experts(ids, 1)
@@ -105,6 +107,7 @@ __all__ = [
     "group_offsets",
     "move_rows",
     "outgoing_rows",
+    "overlay_rows",
     "place_compact",
     "place_experts",
     "place_rows",

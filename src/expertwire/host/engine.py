@@ -423,14 +423,15 @@ class HostEngine:
         if own is not None:
             arrivals, outgoing = own
             mine = arrivals.rows_from(self.rank)
-            tokens = arrivals.tokens[mine]
-            operands[tokens] = np.where(outgoing[mine] != 0, outgoing[mine], operands[tokens])
+            self.kernels.overlay_rows(operands, arrivals.tokens[mine], outgoing[mine])
         is_float32 = not isinstance(wire, BF16)
         decoded = None
         if is_float32:
             operands, decoded = self._decode(operands, row, wire)
         out = self.pool.empty((routing.num_tokens, self.hidden), torch.bfloat16)
-        bias_rows = np.array([_addresses(b) for b in biases], np.int64).reshape(len(biases), routing.num_tokens)
+        bias_rows = np.empty((len(biases), routing.num_tokens), np.int64)
+        for number, bias in enumerate(biases):
+            bias_rows[number] = _addresses(bias)
         self.kernels.reduce_rows(
             operands,
             is_float32,

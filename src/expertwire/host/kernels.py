@@ -35,6 +35,7 @@ class Kernels(Protocol):
     def expected_rows(
         self, slot_rank: Array, is_last: Array, per_token: bool, heard: Array, records: Array, stride: int
     ) -> tuple[Array, Array, int]: ...
+    def overlay_rows(self, table: Array, tokens: Array, rows: Array) -> None: ...
     def write_routing(
         self,
         records: int,

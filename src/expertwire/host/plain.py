@@ -180,6 +180,10 @@ def expected_rows(
     return np.where(present, records[slot_rank] + stride * cells, 0), counts, int(expected.sum() - present.sum())
 
 
+def overlay_rows(table: Array, tokens: Array, rows: Array) -> None:
+    table[tokens] = np.where(rows != 0, rows, table[tokens])
+
+
 def write_routing(
     records: int, stride: int, topk_at: int, weights_at: int, token_at: int,
     tokens: Array, rank: int, slot_rank: Array, slot_local: Array, weights: Array,

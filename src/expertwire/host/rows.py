@@ -209,6 +209,18 @@ def expected_rows(slot_rank, is_last, per_token, heard, records, stride):
 
 
 @njit(nogil=True, cache=True)
+def overlay_rows(table, tokens, rows):
+    """table[tokens[i], k] = rows[i, k] wherever that is an address: table [T, K], rows [m, K] int64, tokens [m] int32.
+
+    Worked example: table = [[1, 2], [3, 4]], tokens = [1], rows = [[0, 9]] makes table [[1, 2], [3, 9]].
+    """
+    for i in range(tokens.size):
+        for k in range(table.shape[1]):
+            if rows[i, k] != 0:
+                table[tokens[i], k] = rows[i, k]
+
+
+@njit(nogil=True, cache=True)
 def write_routing(records, stride, topk_at, weights_at, token_at, tokens, rank, slot_rank, slot_local, weights):
     """Write the routing part of dispatch records: the token's local ids and weights on `rank`, and its index."""
     num_topk = slot_rank.shape[1]

@@ -119,6 +119,7 @@ class HostRuntime:
         self._first_patience = _CROWDED_PATIENCE if crowded else _FIRST_PATIENCE
         self.closed = False
         self.wait_s = [0.0] * self.num_ranks
+        self._told_itself: dict[Word, int] = {}
         self._excluded = [Word("excluded", peer) for peer in range(self.num_ranks)]
         self.base = [window.ctypes.data for window in transport.windows]
         self.own = transport.windows[self.rank]
@@ -157,7 +158,10 @@ class HostRuntime:
 
     def publish(self, peer: int, word: Word, epoch: int, count: int = 0) -> None:
         """Set a word in the window of `peer` (release)."""
-        self.kernels.publish(self._address(peer, word), pack(epoch, count))
+        if peer == self.rank:
+            self._told_itself[word] = pack(epoch, count)
+        else:
+            self.kernels.publish(self._address(peer, word), pack(epoch, count))
 
     def deliver(self, peer: int, segments: Segments, word: Word, epoch: int, count: int) -> None:
         """The rows of a put are written: set the word that vouches for them. Where `base[peer]` is the peer's window
@@ -243,7 +247,12 @@ class HostRuntime:
         peer = word.writer
         if peer in self.masked:
             return None
-        wanted, began = pack(epoch, REFUSED), self.clock()
+        wanted = pack(epoch, REFUSED)
+        if peer == self.rank:
+            seen = self._told_itself.get(word, 0)
+            assert seen >= wanted, f"{word} would be waited for before it is signalled"
+            return unpack(seen)[1]
+        began = self.clock()
         seen = self.watch(word, wanted, self._first_patience)
         while seen < wanted:
             self.transport.raise_if_aborted()
@@ -268,6 +277,8 @@ class HostRuntime:
         """Raise with every peer that has not signalled, not only the one that was waited for."""
         missed = []
         for peer in range(self.num_ranks) if asked is None else asked:
+            if peer == self.rank:
+                continue
             seen = self.kernels.read_word(self._address(self.rank, Word(word.purpose, peer, word.bank)))
             gone = self.has_left(peer)
             if seen < pack(epoch, REFUSED) and peer not in self.masked and (gone or not lost):
