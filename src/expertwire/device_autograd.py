@@ -156,9 +156,8 @@ class DeviceGradients:
     # -- both ----------------------------------------------------------------------------------------------------
 
     def _rehearse(self, step: Step, kind: tuple[object, ...], backward: Gradients) -> None:
-        """Everything that a backward pass of this kind does, short of starting its kernels. Collective the first time;
-        repeated for other numbers of tokens, for which other kernels may be taken."""
-        key = (step.layout, step.alignment, step.where.shape[0], *kind)
+        """Everything that a backward pass of this kind does, short of starting its kernels. Collective at first."""
+        key = (step.layout, step.alignment, *kind)
         if key not in self._rehearsed:
             with self._runtime.rehearsal():
                 backward([None, None])

@@ -18,10 +18,11 @@ from expertwire.device_steps import (
     expose_values,
 )
 from expertwire.errors import HandleError, InvalidArgument, TransportUnavailable
-from expertwire.formats import BF16
+from expertwire.formats import BF16, LogFMT10
 from expertwire.handle import Combined, Handle
 from expertwire.kernels.engine import Step
 from expertwire.kernels.runtime import DeviceRuntime
+from expertwire.kernels.wire import combine_encoded, encode_rows
 from expertwire.layouts.receive import Layout
 
 
@@ -72,8 +73,9 @@ class DeviceCombiner:
         addends = tuple(b.detach() for b in biases)
         out = self._state.empty(torch.bfloat16, handle.num_tokens, self._settings.hidden)
         several = engine.num_ranks > 1
-        inputs = None
-        if several and (defer_receive or not self._runtime.memory.any_address):
+        encoded = self._state.encoded(step.layout, step.alignment) if isinstance(wire, LogFMT10) else None
+        inputs = encoded
+        if encoded is None and several and (defer_receive or not self._runtime.memory.any_address):
             inputs = self._state.inputs(step.layout, step.alignment)
         held = arrived.held_epoch if not handle.finished else None
         staged = y
@@ -88,7 +90,9 @@ class DeviceCombiner:
             expose_values(self._runtime, topk_weights.detach(), step)
 
         def send() -> None:
-            if copied or (inputs is not None and engine.launch.compiling):
+            if encoded is not None:
+                encode_rows(engine, y, encoded, step)
+            elif copied or (inputs is not None and engine.launch.compiling):
                 self._stage(y, staged, step)
             if late:
                 engine.publish(staged, inputs, step)
@@ -97,12 +101,19 @@ class DeviceCombiner:
 
         def gather() -> None:
             for finish in (False, True) if engine.launch.compiling else (held is not None,):
+                if encoded is not None:
+                    combine_encoded(
+                        engine, encoded, step, out, weighted=weighted, biases=addends, publish=not late, finish=finish
+                    )
+                    continue
                 engine.combine(
                     staged, inputs, step, out, weighted=weighted, biases=addends, publish=not late, finish=finish,
                     by_rank=by_rank,
                 )  # fmt: skip
 
-        kind = ("combine", step.layout, weighted, by_rank, len(biases), late, inputs is not None)
+        kind = (
+            "combine", step.layout, weighted, by_rank, encoded is not None, len(biases), late, inputs is not None
+        )  # fmt: skip
         if late:
             self._steps.combining.add(step.bank)
         handle._busy = defer_receive
@@ -135,9 +146,14 @@ class DeviceCombiner:
         """The biases."""
         rank, settings = self._rank, self._settings
         _check.choice(f"rank {rank}: reduce", reduce, ("token", "rank"))
-        if not isinstance(_check.combine_wire(rank, wire, settings.hidden), BF16):
+        wire = _check.combine_wire(rank, wire, settings.hidden)
+        if not isinstance(wire, (BF16, LogFMT10)):
             raise TransportUnavailable(
-                f"rank {rank}: on a device combine reads rows where they are, as bfloat16: wire=None"
+                f"rank {rank}: on a device the rows of combine travel as bfloat16 or LogFMT10, not {wire.name}"
+            )
+        if isinstance(wire, LogFMT10) and reduce == "rank" and handle.layout is not Layout.COMPACT:
+            raise TransportUnavailable(
+                f"rank {rank}: on a device LogFMT10 rows are summed at the token's rank: use reduce='token'"
             )
         dims = self._dims(handle)
         _check.tensor(rank, "x", x, (torch.bfloat16,), dims, str(list(dims)), settings.device)

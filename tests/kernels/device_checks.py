@@ -27,7 +27,17 @@ def data(num_ranks, step, repeats=False):
 
 
 def check_rank(
-    buf, layout, wire, *, counts="host", zero_copy=False, deferred=False, alignment=1, steps=3, repeats=False
+    buf,
+    layout,
+    wire,
+    *,
+    counts="host",
+    zero_copy=False,
+    deferred=False,
+    alignment=1,
+    steps=3,
+    repeats=False,
+    back_wire=None,
 ):
     """A few steps of one rank, each with a combine and a cached dispatch."""
     num_ranks, rank, placement = buf.num_ranks, buf.rank, buf.settings.placement
@@ -38,10 +48,11 @@ def check_rank(
             ids, weights, placement=placement, layout=layout, expert_alignment=alignment, capacity=CAPACITY
         )
         want = reference.dispatch(xs, routing, wire)
-        y = [random_rows(500 + step + r, part.x.numel() // HIDDEN, HIDDEN) for r, part in enumerate(want)]
+        scale = 1.0 if back_wire is None else 0.2  # most chunks of LogFMT10 are cast
+        y = [random_rows(500 + step + r, part.x.numel() // HIDDEN, HIDDEN, scale=scale) for r, part in enumerate(want)]
         bias = [random_rows(900 + r, len(x), HIDDEN) for r, x in enumerate(xs)]
-        reduce = ("token", "rank")[step % 2]
-        summed = reference.combine(y, routing, bias=[bias], reduce=reduce)[rank].x
+        reduce = ("token", "rank")[step % 2] if back_wire is None else "token"
+        summed = reference.combine(y, routing, bias=[bias], reduce=reduce, wire=back_wire)[rank].x
         mine = want[rank]
         sent = buf.dispatch(
             xs[rank].to(device), ids[rank].to(device), weights[rank].to(device), layout=layout, wire=wire,
@@ -55,7 +66,9 @@ def check_rank(
         given = torch.full((rows, HIDDEN), float("nan"), dtype=torch.bfloat16)
         given[: len(y[rank])] = y[rank]
         given = given.to(device).view(*sent.x.shape[:-1], HIDDEN)
-        back = buf.combine(given, sent.handle, bias=bias[rank].to(device), reduce=reduce, defer_receive=deferred)
+        back = buf.combine(
+            given, sent.handle, bias=bias[rank].to(device), reduce=reduce, wire=back_wire, defer_receive=deferred
+        )
         if deferred:
             given.fill_(float("nan"))
             back = back.hook()

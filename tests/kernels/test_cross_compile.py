@@ -17,6 +17,7 @@ from expertwire.kernels.combine_recv import combine_gather  # noqa: E402
 from expertwire.kernels.dispatch_send import dispatch_send  # noqa: E402
 from expertwire.kernels.dispatch_slots import dispatch_slots  # noqa: E402
 from expertwire.kernels.gradients import gradient_rows  # noqa: E402
+from expertwire.kernels.logfmt import combine_logfmt, encode_rows  # noqa: E402
 from expertwire.kernels.place import place_ranks  # noqa: E402
 from expertwire.kernels.plan import plan_count  # noqa: E402
 from expertwire.kernels.values import combine_values, send_values  # noqa: E402
@@ -26,7 +27,7 @@ WORDS = {"x": "*bf16", "y": "*bf16", "out": "*bf16", "topk_weights": "*fp32", "t
 WORDS |= dict.fromkeys(["keys", "block_counts", "first_rows", "totals", "scratch", "own_experts", "by_owner"], "*i32")
 WORDS |= dict.fromkeys(["expert_counts", "padded_counts", "offsets", "rank_counts", "owner_start"], "*i32")
 WORDS |= dict.fromkeys(["arrived"], "*bf16") | dict.fromkeys(["values", "weights", "dots"], "*fp32")
-WORDS["counts"] = WORDS["offsets"]
+WORDS |= {"counts": "*i32", "rows": "*i16", "payload": "*i16", "sf": "*i16"}
 NUMBERS = {"rank", "num_tokens", "num_blocks", "room", "L", "first_own", "alignment", "spin_limit", "sf_at", "meta_at"}
 NUMBERS |= {"num_rows", "num_values"}
 SIZES = {"R": 8, "RANKS": 8, "E": 256, "hidden": 7168, "BLOCK": 128}
@@ -45,6 +46,7 @@ COMBINE = SIZES | {
 }  # fmt: skip
 PLAN = SIZES | {"K": 8, "SLOTS": 8, "TOKENS": 64}
 GRADIENT = {"GROUPS": 32, "GROUP_BINS": 32, "ROWS": 2, "COLUMNS": 2048, "hidden": 7168}
+LOGFMT = {"hidden": 7168, "CHUNK": 1024}
 VALUES = {"R": 8, "RANKS": 8, "K": 8, "WIDTH": 8, "ENTRIES": 1024}
 KERNELS = {
     "slots fp8": (dispatch_slots, SLOTS | {"FP8": True, "sf_bytes": 224}, 8),
@@ -69,10 +71,13 @@ KERNELS = {
         gradient_rows, GRADIENT | {"WEIGHTED": False, "y": None, "weights": None, "dots": None, "GROUPS": 1,
                                    "GROUP_BINS": 1}, 8,
     ),
+    "logfmt encode": (encode_rows, LOGFMT | {"GROUPS": 32, "GROUP_BINS": 32}, 4),
+    "logfmt combine": (combine_logfmt, COMBINE | LOGFMT | {"PARTS": 7}, 4),
     "values, sent": (send_values, VALUES, 4),
     "values, combined": (combine_values, VALUES, 4),
 }  # fmt: skip
-NO_ROWS, NO_SIGNAL = ("plan", "place", "values"), ("place", "gradient", "values, sent")
+NO_ROWS = ("plan", "place", "values", "logfmt")  # LogFMT10 is made of words of 4 bytes, and limits of 2
+NO_SIGNAL = ("place", "gradient", "values, sent", "logfmt encode")
 ON_CUDA = [(name, HOPPER) for name in KERNELS] + [(name, BLACKWELL) for name in ("slots fp8", "combine")]
 
 

@@ -184,8 +184,8 @@ def test_what_is_not_offered_says_so():
         with buffer(rank) as buf:
             x = torch.zeros(4, HIDDEN, dtype=torch.bfloat16, device="cuda")
             sent = buf.dispatch(x, torch.zeros(4, TOPK, dtype=torch.int64, device="cuda"))
-            with pytest.raises(ew.TransportUnavailable, match="wire=None"):
-                buf.combine(sent.x, sent.handle, wire=ew.LogFMT10())
+            with pytest.raises(ew.TransportUnavailable, match="not fp8"):
+                buf.combine(sent.x, sent.handle, wire=ew.FP8Block())
 
     ew.World(1, device="cuda").run(rank_work)
 

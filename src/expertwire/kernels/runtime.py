@@ -52,8 +52,7 @@ class DeviceRuntime:
         """Run `launches`. The first time for a kind, kernels are compiled and loaded before. Where ranks share a GPU
         they then meet: loading waits for the GPU, where another rank's kernel may wait for this rank. Collective then,
         so a kind says only what is the same on all ranks."""
-        known = kind in self._launched
-        if not known or self.rehearsing:
+        if kind not in self._launched:
             if torch.cuda.is_current_stream_capturing():
                 raise TransportUnavailable(
                     f"rank {self.engine.rank}: this kind of call cannot be captured before it has run once, since its "
@@ -64,7 +63,6 @@ class DeviceRuntime:
                 launches()
             finally:
                 self.engine.launch.compiling = False
-        if not known:
             if self._sharing and self.engine.num_ranks > 1:
                 self.engine.state.meet("kernels", kind if isinstance(kind, str) else kind[0])
             self._launched.add(kind)

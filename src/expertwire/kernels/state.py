@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from expertwire.errors import GroupMismatch, TransportUnavailable
-from expertwire.formats import BF16, FP8Block, WireFormat
+from expertwire.formats import BF16, FP8Block, LogFMT10, WireFormat
 from expertwire.layouts.device_window import DeviceWindow, RowRegion, row_region
 from expertwire.layouts.receive import Layout
 from expertwire.topology import Placement
@@ -217,6 +217,12 @@ class DeviceState:
         num_rows = self.region(layout, Rows.of_wire(BF16(), self.hidden), alignment).num_rows
         key = (lane, "values", num_rows, width)
         return self._memory_for(key, Rows.opaque(4 * width, 0), RowRegion(num_rows, 4 * width, 0, 0))
+
+    def encoded(self, layout: Layout, alignment: int = 1) -> Places:
+        """Memory for the experts' output as LogFMT10. Collective when it is first asked for."""
+        wire, rows = LogFMT10(), self.region(layout, Rows.of_wire(BF16(), self.hidden), alignment).num_rows
+        region = RowRegion(rows, wire.payload_bytes(self.hidden), wire.sf_bytes(self.hidden), 0)
+        return self._memory_for(("encoded", rows), Rows.opaque(region.payload_bytes, region.sf_bytes), region)
 
     def filled(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
         """How many rows of each group of rows a step filled, and where the groups begin. COMPACT is one group."""
