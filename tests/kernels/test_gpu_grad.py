@@ -113,6 +113,7 @@ def test_ranks_that_do_not_agree_at_the_first_call():
         ew.World(2, device="cuda").run(rank_work)
 
 
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
 def test_capture_with_gradients_is_refused():
     def rank_work(rank):
         with buffer(rank) as buf:
