@@ -18,7 +18,7 @@ import torch
 from expertwire._check import Settings
 from expertwire.autograd import Gradients, attach
 from expertwire.device_steps import Arrived, DeviceSteps, aligned, collect_values, copy_used_rows, expose_values
-from expertwire.errors import BufferClosed, TransportUnavailable
+from expertwire.errors import BufferClosed, HandleError, TransportUnavailable
 from expertwire.formats import BF16
 from expertwire.handle import Handle
 from expertwire.kernels.backward import gradient_rows, send_values, width_of
@@ -53,7 +53,7 @@ class DeviceGradients:
         weighted = received_weights is not None
 
         def backward(grads: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-            self._raise_if_unusable()
+            self._raise_if_unusable(arrived.step)
             rows = self._as_rows(grads[0] if x is not None else None, arrived.num_rows)
             sums = self._combine(rows, arrived.step)
             weights = None
@@ -97,7 +97,7 @@ class DeviceGradients:
         versions = [t._version for t in (kept, weights) if t is not None]
 
         def backward(grads: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-            self._raise_if_unusable()
+            self._raise_if_unusable(arrived.step)
             if versions != [t._version for t in (kept, weights) if t is not None]:
                 raise RuntimeError(
                     "combine's input x, or the topk_weights of its dispatch, was modified in place before the backward"
@@ -163,7 +163,7 @@ class DeviceGradients:
                 backward([None, None])
             self._rehearsed.add(key)
 
-    def _raise_if_unusable(self) -> None:
+    def _raise_if_unusable(self, step: Step) -> None:
         rank, failure = self._engine.rank, self._steps.failure
         if self._runtime.closed:
             raise BufferClosed(f"rank {rank}: a backward pass needs its buffer, which is closed")
@@ -171,6 +171,11 @@ class DeviceGradients:
             raise BufferClosed(
                 f"rank {rank}: no backward pass, since a call failed in the middle: {failure}"
             ) from failure
+
+        if step.bank in self._steps.combining and not self._runtime.rehearsing:
+            raise HandleError(
+                f"rank {rank}: a backward pass needs the bank of a combine that was deferred; call its hook() first"
+            )
 
     def _as_rows(self, grad: torch.Tensor | None, num_rows: int) -> torch.Tensor:
         if grad is None:

@@ -8,7 +8,7 @@ from device_checks import COMPACT, EXPERTS, HIDDEN, MAJOR, SLOTS, TOPK
 from gradient_checks import check_gradients
 from interpreted_buffer import interpreted_buffer
 
-from expertwire.errors import InvalidArgument
+from expertwire.errors import HandleError, InvalidArgument
 from expertwire.formats import FP8Block
 from expertwire.testing import Processes, random_rows, random_weights, uniform_routing
 from expertwire.topology import Placement
@@ -101,3 +101,21 @@ def rows_in_memory_of_the_buffer(group):
 
 def test_rows_in_memory_of_the_buffer(processes):
     processes.run(rows_in_memory_of_the_buffer, num_ranks=1)
+
+
+def a_deferred_combine_in_the_way(group):
+    buf = interpreted_buffer(group)
+    x, ids, _ = batch()
+    sent = buf.dispatch(x.requires_grad_(), ids)
+    late = buf.combine(sent.x.detach(), sent.handle, defer_receive=True)
+    with pytest.raises(HandleError, match="hook"):
+        sent.x.sum().backward(retain_graph=True)
+    assert late.hook().x.requires_grad
+    sent.x.float().sum().backward()
+    num_copies = torch.stack([(ids // (EXPERTS // 2) == rank).any(dim=1) for rank in range(2)]).sum(dim=0)
+    assert torch.equal(x.grad, num_copies[:, None].expand_as(x).bfloat16())
+    torch.distributed.barrier(group)
+
+
+def test_a_deferred_combine_in_the_way(processes):
+    processes.run(a_deferred_combine_in_the_way, num_ranks=2)
