@@ -47,6 +47,8 @@ class Statistics:
     wait_s                     seconds this rank was blocked on the peer after all peers asked before it had signalled:
                                elapsed time, never counted twice, so a peer that is in time shows none
     dropped_selections         selections that counted as -1: repeats in EXPERT_SLOTS, illegal ids without `validate`
+
+    On a GPU bytes_sent and wait_s are zero, and a repeated routing that was refused counts as sent.
     """
 
     rows_sent: tuple[int, ...]
@@ -152,10 +154,7 @@ class Buffer:
 
     def _on_device(self, ranks: Bootstrap, timeout_s: float | None, *, validate: bool, num_sms: int | None) -> None:
         """The same parts for a GPU; what they are called here is what they answer to on the CPU."""
-        from expertwire.device_autograd import DeviceGradients
-        from expertwire.device_calls import DeviceDispatcher, rehearse
-        from expertwire.device_combine import DeviceCombiner
-        from expertwire.device_steps import DeviceSteps
+        from expertwire.device_calls import rehearse
 
         s = self.settings
         runtime = device_runtime(
@@ -164,14 +163,22 @@ class Buffer:
         )  # fmt: skip
         rehearse(runtime.engine.state.device)
         ranks.all_gather(None)
-        self._engine = _DeviceTotals(runtime, (0,) * self.num_ranks)
-        self._steps = DeviceSteps(runtime.engine)
-        self._steps.runtime = runtime
-        gradients = DeviceGradients(s, runtime, self._steps)
+        self._use(runtime, validate=validate)
+
+    def _use(self, runtime: Any, *, validate: bool) -> None:
+        from expertwire.device_autograd import DeviceGradients
+        from expertwire.device_calls import DeviceDispatcher
+        from expertwire.device_combine import DeviceCombiner
+        from expertwire.device_steps import DeviceSteps
+
+        self._engine = _OnDevice(runtime)
+        self._steps = DeviceSteps(runtime)
+        self._steps.handles = self._handles
+        gradients = DeviceGradients(self.settings, runtime, self._steps)
         self._dispatch = DeviceDispatcher(
-            self, s, runtime, self._steps, gradients, validate=validate, raise_if_full=self._raise_if_full
+            self, self.settings, runtime, self._steps, gradients, validate=validate, raise_if_full=self._raise_if_full
         )
-        self._combine = DeviceCombiner(self, s, runtime, self._steps, gradients)
+        self._combine = DeviceCombiner(self, self.settings, runtime, self._steps, gradients)
 
     # -- the two operations --------------------------------------------------------------------------------------
 
@@ -204,7 +211,8 @@ class Buffer:
         zero_copy          place rows into memory of the buffer, valid until the handle is finished
 
         Raises InvalidArgument here and PeerRefused on all peers if this rank's arguments are illegal; the call is then
-        void and the next one works. Raises PeerTimeout, PeerLost, InFlightError, HandleError, BufferClosed.
+        void and the next one works. Raises PeerTimeout, PeerLost, InFlightError, HandleError, BufferClosed. On a GPU,
+        peers may learn of it later, see `synchronize`.
         """
         self._raise_if_unusable()
         record: Dispatched = self._dispatch(
@@ -252,6 +260,15 @@ class Buffer:
         found: torch.Tensor = self._combine.inputs(handle)
         return found
 
+    def synchronize(self) -> None:
+        """Wait until this rank's calls are done, and raise what they met: on a GPU they return before that.
+
+        There, PeerRefused and PeerTimeout are raised by the call only where it waits for the device (counts="host"),
+        and else by a later call or by this one. The next call works after PeerRefused.
+        """
+        self._raise_if_unusable()
+        self._steps.synchronize()
+
     # -- settings and state --------------------------------------------------------------------------------------
 
     @property
@@ -271,8 +288,12 @@ class Buffer:
         return tuple(sorted(self._engine.runtime.masked))
 
     def statistics(self) -> Statistics:
-        """Totals of this rank since its buffer was created."""
+        """Totals of this rank since its buffer was created. On a GPU this waits for the calls made so far."""
         engine = self._engine
+        if isinstance(engine, _OnDevice):
+            sent, received, dropped = engine.runtime.totals()
+            none = (0,) * self.num_ranks
+            return Statistics(tuple(sent), tuple(received), none, tuple(map(float, none)), dropped)
         return Statistics(
             tuple(engine.rows_sent),
             tuple(engine.rows_received),
@@ -381,19 +402,10 @@ class Buffer:
 
 
 @dataclass(frozen=True)
-class _DeviceTotals:
-    """Where the CPU has its engine: a GPU's calls are not counted, since counts stay on the device."""
+class _OnDevice:
+    """Where the CPU has its engine."""
 
     runtime: Any
-    rows_sent: tuple[int, ...]
-
-    @property
-    def rows_received(self) -> tuple[int, ...]:
-        return self.rows_sent
-
-    @property
-    def bytes_sent(self) -> tuple[int, ...]:
-        return self.rows_sent
 
 
 def _device_options(device: str, engine: str, on_timeout: str, debug_poison: bool, num_sms: int | None) -> None:

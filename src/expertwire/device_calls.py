@@ -36,13 +36,15 @@ class DeviceDispatcher:
         self._gradients = gradients
         self._engine, self._state, self._rank = runtime.engine, runtime.engine.state, runtime.engine.rank
         self._validate, self._raise_if_full = validate, raise_if_full
-        self.dropped_selections = 0
 
     def __call__(
         self, x: Any, topk_idx: Any, topk_weights: Any, handle: Any, layout: Any, expert_alignment: Any, wire: Any,
         counts: Any, defer_receive: bool, zero_copy: bool,
     ) -> Dispatched:  # fmt: skip
-        epoch = self._steps.dispatches.begin()
+        steps, engine = self._steps, self._engine
+        steps.raise_refused()
+        epoch, cached, exact = steps.dispatches.begin(), handle is not None, counts == "host"
+        bank, call = steps.dispatches.lane.bank(epoch), steps.call("dispatch")
         try:
             _check.dispatch_options(self._rank, layout, expert_alignment, counts, wire)
             payload, sf, rows, dtypes = self._rows(x, wire)
@@ -50,9 +52,6 @@ class DeviceDispatcher:
             differentiable = self._gradients.wanted(source, topk_weights)
             if differentiable:
                 self._check_gradients(source, wire, zero_copy)
-            bank = self._steps.dispatches.lane.bank(epoch)
-            cached = handle is not None
-            exact = counts == "host"
             if cached:
                 check_handle(self._rank, self._owner, handle)
                 if topk_idx is not None or topk_weights is not None or zero_copy:
@@ -70,37 +69,52 @@ class DeviceDispatcher:
                 weights = None if topk_weights is None else aligned(topk_weights.detach())
                 handle = Handle(self._owner, epoch, Layout(layout), payload.shape[0], topk_weights)
                 step = self._state.step(bank, handle.layout, aligned(topk_idx), weights, expert_alignment)
-            places = self._state.places(step.layout, rows, step.alignment)
+            fused = self._is_fused(step, rows, cached)
+
+            def send(places: Places) -> None:
+                if fused:
+                    engine.dispatch_fused(payload, step, places, receive=not defer_receive)
+                else:
+                    plan = engine.repeat_plan(step, places) if cached else engine.plan(step, places)
+                    engine.send(payload, sf, plan, step, places, receive=not defer_receive)
+
+            def prepare() -> None:
+                places = self._state.places(step.layout, rows, step.alignment)
+                send(places)
+                if defer_receive:
+                    engine.await_rows(step, total=fused)
+                for part in () if zero_copy else (places.payload(bank), places.sf(bank)):
+                    if part is not None:
+                        copy_used_rows(engine, part, torch.empty_like(part[:1]), step)
+
+            kind = (
+                "dispatch", step.layout, rows, step.alignment, fused, cached, defer_receive, zero_copy,
+                step.topk_idx.dtype, step.topk_weights is None, differentiable,
+            )  # fmt: skip
+            self._runtime.meet(kind, call, prepare)
         except BaseException as error:
-            self._steps.dispatches.end(epoch)
-            if self._engine.num_ranks > 1:
-                self._steps.fail(error)  # the ranks are out of step
+            (steps.dispatches.cancel if self._state.capturing else steps.dispatches.end)(epoch)
+            steps.refuse("dispatch", bank, call, error)
             raise
-        engine, fused = self._engine, self._is_fused(step, rows, cached)
-
-        def send() -> None:
-            if fused:
-                engine.dispatch_fused(payload, step, places, receive=not defer_receive)
-            else:
-                plan = engine.repeat_plan(step, places) if cached else engine.plan(step, places)
-                engine.send(payload, sf, plan, step, places, receive=not defer_receive)
-            if defer_receive and engine.launch.compiling:
-                engine.await_rows(step, total=fused)
-
-        given = step.topk_idx.dtype, step.topk_weights is None
-        self._runtime.launch((step.layout, rows, step.alignment, fused, cached, defer_receive, *given), send)
+        places = self._state.places(step.layout, rows, step.alignment)
+        send(places)
 
         def complete() -> dict[str, Any]:
             if defer_receive:
                 engine.await_rows(step, total=fused)
-            num_rows, counted = self._counts(step, exact=exact)
+            known = steps.counts(step) if exact else None
+            if known is not None and engine.num_ranks > 1 and known[-1]:
+                self._finish(epoch, bank)
+                handle.finished = handle.finished or not cached
+                step.void.zero_()
+                raise steps.void(bank)
+            num_rows, counted = self._counts(step, known)
             fields = self._views(step, places, num_rows, dtypes, wire, owned=not zero_copy)
             routing = handle._arrived.routing if cached else self._routing(step, places, num_rows, owned=not zero_copy)
             if zero_copy:
                 handle._on_finish = lambda: self._finish(epoch, bank)
             else:
-                self._runtime.launch("give_back", lambda: engine.give_back(bank))
-                self._steps.dispatches.end(epoch)
+                self._finish(epoch, bank)
             if not cached:
                 handle._arrived = Arrived(step, num_rows, exact, epoch if zero_copy else None, routing)
             if differentiable:
@@ -115,7 +129,8 @@ class DeviceDispatcher:
         return record(Dispatched, complete, defer_receive, handle=handle)
 
     def _finish(self, epoch: int, bank: int) -> None:
-        self._runtime.launch("give_back", lambda: self._engine.give_back(bank))
+        """Peers may write this bank again."""
+        self._engine.give_back(bank)
         self._steps.dispatches.end(epoch)
 
     def _is_fused(self, step: Step, rows: Rows, cached: bool) -> bool:
@@ -167,7 +182,7 @@ class DeviceDispatcher:
             ends = torch.stack(torch.aminmax(ids)).clamp(-(1 << 31), (1 << 31) - 1).to(torch.int32)
             if not num_tokens:
                 ends = torch.zeros_like(ends)
-            low, high = self._runtime.read(ends)
+            low, high = self._steps.read(ends)
             if low < -1 or high >= settings.num_experts:
                 raise InvalidArgument(
                     f"rank {rank}: topk_idx has ids from {low} to {high}: ids must be in [0, {settings.num_experts}), "
@@ -188,8 +203,10 @@ class DeviceDispatcher:
 
     # -- the record ----------------------------------------------------------------------------------------------
 
-    def _counts(self, step: Step, *, exact: bool) -> tuple[int, dict[str, Any]]:
-        """How many rows the record shows, and the counts as tensors and, if `exact`, as lists."""
+    def _counts(
+        self, step: Step, known: tuple[list[int], list[int], list[int], int, int] | None
+    ) -> tuple[int, dict[str, Any]]:
+        """How many rows the record shows, and the counts as tensors and, if they are `known`, as lists."""
         fixed = step.layout is Layout.EXPERT_SLOTS
         fields: dict[str, Any] = {
             "num_tokens_per_expert": step.expert_counts,
@@ -203,14 +220,14 @@ class DeviceDispatcher:
         }
         num_local, room = self._state.num_local_experts, self._engine.num_ranks * self._engine.capacity
         num_rows = num_local * room if fixed else self._worst_case(step)
-        if exact:
-            values = self._runtime.read(step.counts)
-            padded = [room] * num_local if fixed else values[num_local : 2 * num_local]
-            fields["num_tokens_per_expert_list"] = values[:num_local]
+        if known is not None:
+            per_expert, padded, per_rank, rows, _ = known
+            padded = [room] * num_local if fixed else padded
+            fields["num_tokens_per_expert_list"] = per_expert
             fields["num_padded_tokens_per_expert_list"] = padded
-            fields["num_tokens_per_rank_list"] = values[-1 - self._engine.num_ranks : -1]
+            fields["num_tokens_per_rank_list"] = per_rank
             if not fixed:
-                num_rows = values[-1] if step.layout is Layout.COMPACT else sum(padded)
+                num_rows = rows if step.layout is Layout.COMPACT else sum(padded)
         return num_rows, fields
 
     def _worst_case(self, step: Step) -> int:
@@ -241,9 +258,7 @@ class DeviceDispatcher:
     def _copy(self, step: Step, source: torch.Tensor) -> torch.Tensor:
         """The rows in use, in memory of the caller's."""
         out = torch.empty_like(source)
-        self._runtime.launch(
-            ("copy", step.layout, source.shape[1]), lambda: copy_used_rows(self._engine, source, out, step)
-        )
+        copy_used_rows(self._engine, source, out, step)
         return out
 
     def _routing(self, step: Step, places: Places, num_rows: int, *, owned: bool) -> dict[str, Callable[[], Any]]:

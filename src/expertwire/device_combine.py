@@ -20,7 +20,7 @@ from expertwire.device_steps import (
 from expertwire.errors import HandleError, InvalidArgument, TransportUnavailable
 from expertwire.formats import BF16, LogFMT10
 from expertwire.handle import Combined, Handle
-from expertwire.kernels.engine import Step
+from expertwire.kernels.engine import Places, Step
 from expertwire.kernels.runtime import DeviceRuntime
 from expertwire.kernels.wire import combine_encoded, encode_rows
 from expertwire.layouts.receive import Layout
@@ -54,79 +54,93 @@ class DeviceCombiner:
     def __call__(
         self, x: Any, handle: Any, topk_weights: Any, bias: Any, reduce: Any, wire: Any, defer_receive: bool
     ) -> Combined:
+        steps, engine = self._steps, self._engine
+        steps.raise_refused()
+        bank, several = steps.bank_of(self._owner, handle), engine.num_ranks > 1
+        if bank in steps.combining:
+            raise HandleError(f"rank {self._rank}: another combine in this bank was deferred; call its hook() first")
+        call = steps.call("combine")
         try:
             check_handle(self._rank, self._owner, handle)
             biases = self._checked(x, handle, topk_weights, bias, reduce, wire)
-            compact = handle.layout is Layout.COMPACT
-            weighted = not compact and handle.topk_weights is not None
+            arrived: Arrived = handle._arrived
+            step, compact, y = arrived.step, handle.layout is Layout.COMPACT, x.detach()
+            weighted, by_rank = not compact and handle.topk_weights is not None, not compact and reduce == "rank"
             tracked = (x, topk_weights, *biases, handle._edge, handle.topk_weights if weighted else None)
             differentiable = self._gradients.wanted(*tracked)
+            values = None if topk_weights is None else topk_weights.detach()
+            addends = tuple(b.detach() for b in biases)
+            out = self._state.empty(torch.bfloat16, handle.num_tokens, self._settings.hidden)
+            held = arrived.held_epoch if not handle.finished else None
+            late = defer_receive and several
+            encoded = isinstance(wire, LogFMT10)
+            shared = encoded or late or (several and not self._runtime.memory.any_address)
+
+            def send() -> None:
+                if values is not None:
+                    expose_values(self._runtime, values, step)
+                inputs, staged = self._inputs(y, step, shared=shared, encoded=encoded)
+                if encoded and inputs is not None:
+                    encode_rows(engine, y, inputs, step)
+                elif y.data_ptr() != staged.data_ptr() or (engine.launch.compiling and shared):
+                    self._stage(y, staged, step)
+                if late:
+                    engine.publish(staged, inputs, step)
+                if not late or engine.launch.compiling:
+                    gather()
+
+            def gather() -> None:
+                inputs, staged = self._inputs(y, step, shared=shared, encoded=encoded)
+                for finish in (False, True) if engine.launch.compiling else (held is not None,):
+                    if encoded and inputs is not None:
+                        combine_encoded(
+                            engine, inputs, step, out, weighted=weighted, biases=addends, publish=not late,
+                            finish=finish,
+                        )  # fmt: skip
+                        continue
+                    engine.combine(
+                        staged, inputs, step, out, weighted=weighted, biases=addends, publish=not late, finish=finish,
+                        by_rank=by_rank,
+                    )  # fmt: skip
+
+            def prepare() -> None:
+                send()
+                if values is not None:
+                    collect_values(self._runtime, step)
+
+            biased = len(biases) if self._runtime.sharing else 0
+            kind = (
+                "combine", step.layout, weighted, by_rank, encoded, biased, late, shared, values is not None,
+                differentiable,
+            )  # fmt: skip
+            first = not self._runtime.knows(kind)
         except BaseException as error:
-            if self._engine.num_ranks > 1:
-                self._steps.fail(error)  # the ranks are out of step
+            steps.refuse("combine", bank, call, error)
             raise
-        arrived: Arrived = handle._arrived
-        step, engine, y = arrived.step, self._engine, x.detach()
-        if step.bank in self._steps.combining:
-            raise HandleError(f"rank {self._rank}: another combine in this bank was deferred; call its hook() first")
-        by_rank = not compact and reduce == "rank"
-        addends = tuple(b.detach() for b in biases)
-        out = self._state.empty(torch.bfloat16, handle.num_tokens, self._settings.hidden)
-        several = engine.num_ranks > 1
-        encoded = self._state.encoded(step.layout, step.alignment) if isinstance(wire, LogFMT10) else None
-        inputs = encoded
-        if encoded is None and several and (defer_receive or not self._runtime.memory.any_address):
-            inputs = self._state.inputs(step.layout, step.alignment)
-        held = arrived.held_epoch if not handle.finished else None
-        staged = y
-        if inputs is not None:
-            staged = inputs.payload(step.bank).view(torch.bfloat16)
-        copied = inputs is not None and y.data_ptr() != staged.data_ptr()
-        late = defer_receive and several
+        if first and several and not arrived.exact and not self._state.capturing:
+            steps.counts(step)  # nobody meets for the combine of a void dispatch
+            steps.raise_refused()
+        try:
+            self._runtime.meet(kind, call, prepare)
+        except BaseException as error:
+            steps.refuse("combine", bank, call, error)
+            raise
         kept = None
         if differentiable and weighted:
             kept = y.clone() if self._state.owns(y) else y
-        if topk_weights is not None:
-            expose_values(self._runtime, topk_weights.detach(), step)
-
-        def send() -> None:
-            if encoded is not None:
-                encode_rows(engine, y, encoded, step)
-            elif copied or (inputs is not None and engine.launch.compiling):
-                self._stage(y, staged, step)
-            if late:
-                engine.publish(staged, inputs, step)
-            if not late or engine.launch.compiling:
-                gather()
-
-        def gather() -> None:
-            for finish in (False, True) if engine.launch.compiling else (held is not None,):
-                if encoded is not None:
-                    combine_encoded(
-                        engine, encoded, step, out, weighted=weighted, biases=addends, publish=not late, finish=finish
-                    )
-                    continue
-                engine.combine(
-                    staged, inputs, step, out, weighted=weighted, biases=addends, publish=not late, finish=finish,
-                    by_rank=by_rank,
-                )  # fmt: skip
-
-        kind = (
-            "combine", step.layout, weighted, by_rank, encoded is not None, len(biases), late, inputs is not None
-        )  # fmt: skip
         if late:
-            self._steps.combining.add(step.bank)
+            steps.combining.add(step.bank)
         handle._busy = defer_receive
-        self._runtime.launch(kind, send)
+        send()
 
         def complete() -> dict[str, Any]:
             if late:
                 gather()
-                self._steps.combining.discard(step.bank)
+                steps.combining.discard(step.bank)
             handle._busy = False
             if held is not None and handle._on_finish is not None:
-                handle._on_finish = lambda: self._steps.dispatches.end(held)  # the kernel has told the peers
-            returned = None if topk_weights is None else collect_values(self._runtime, step)
+                handle._on_finish = lambda: steps.dispatches.end(held)  # the kernel has told the peers
+            returned = None if values is None else collect_values(self._runtime, step)
             handle.release()
             fields = (out, returned)
             if differentiable:
@@ -134,6 +148,15 @@ class DeviceCombiner:
             return {"x": fields[0], "topk_weights": fields[1], "num_missing": 0}
 
         return record(Combined, complete, defer_receive)
+
+    def _inputs(
+        self, y: torch.Tensor, step: Step, *, shared: bool, encoded: bool
+    ) -> tuple[Places | None, torch.Tensor]:
+        """Memory of the buffer that peers read, if they cannot read y; and the rows that they will read."""
+        if not shared:
+            return None, y
+        inputs = (self._state.encoded if encoded else self._state.inputs)(step.layout, step.alignment)
+        return inputs, inputs.payload(step.bank).view(torch.bfloat16)
 
     def _stage(self, y: torch.Tensor, staged: torch.Tensor, step: Step) -> None:
         source = y.view(-1, self._settings.hidden).view(torch.uint8)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from expertwire.errors import HandleError
+from expertwire.errors import HandleError, PeerRefused, PeerTimeout
 from expertwire.handle import Handle
 from expertwire.kernels.backward import combine_values, width_of
 from expertwire.kernels.engine import DeviceEngine, Step
-from expertwire.kernels.runtime import DeviceRuntime
+from expertwire.kernels.runtime import LANES, DeviceRuntime, refusal
 from expertwire.protocols.lane import Lane
 from expertwire.steps import LaneSteps
 
@@ -29,27 +30,106 @@ class Arrived:
 
 
 class DeviceSteps:
-    """Which bank a call runs in, and what went wrong."""
+    """Which bank a call runs in, and what went wrong.
 
-    def __init__(self, engine: DeviceEngine) -> None:
-        self.engine = engine
-        self.dispatches = LaneSteps(Lane("dispatch", engine.state.num_banks), engine.rank)
+    A rank whose arguments are illegal makes the step void on all ranks (`kernels.refuse`). Peers learn of it in that
+    call if it waits for the device, and else at a later one, which is then not made. Not all of them make the combine
+    of a void dispatch, therefore: on the device it does nothing.
+    """
+
+    def __init__(self, runtime: DeviceRuntime) -> None:
+        self.runtime, self.engine, self.rank = runtime, runtime.engine, runtime.engine.rank
+        self.dispatches = LaneSteps(Lane("dispatch", self.engine.state.num_banks), self.rank)
         self.combining: set[int] = set()  # banks with a deferred combine
+        self.handles: Iterable[Handle] = ()  # of dispatches that may be in flight
         self._failure: BaseException | None = None
-        self.runtime: DeviceRuntime | None = None
+        self._combines = (0, 0)  # since this dispatch, so many
 
     @property
     def failure(self) -> BaseException | None:
-        """What makes the buffer unusable."""
-        if self._failure is None and self.runtime is not None:
+        """What makes the buffer unusable. Raises it when it is first noticed."""
+        if self._failure is None:
             try:
                 self.runtime.raise_if_failed()
-            except BaseException as error:  # noqa: BLE001  # reported by the next call
+            except PeerTimeout as error:
                 self._failure = error
+                raise
         return self._failure
 
-    def fail(self, error: BaseException) -> None:
-        self._failure = error
+    @contextmanager
+    def fatal(self) -> Iterator[None]:
+        """Errors in here leave the ranks out of step."""
+        try:
+            yield
+        except BaseException as error:
+            self._failure = error
+            raise
+
+    # -- refused steps -------------------------------------------------------------------------------------------
+
+    def call(self, lane: str) -> int:
+        """The number of a call that begins, for `Meeting`: combines are counted from the last dispatch on, since not
+        every rank makes those of a void one."""
+        epoch = self.dispatches.epoch
+        if lane == "dispatch":
+            return epoch << 8
+        number = min(self._combines[1] + 1 if self._combines[0] == epoch else 1, 255)
+        self._combines = (epoch, number)
+        return epoch << 8 | number
+
+    def refuse(self, lane: str, bank: int | None, call: int, error: BaseException) -> None:
+        """This rank does not make this call: declare the step void on all ranks. Not in a capture, where it does not
+        happen. `bank` None: which step is meant cannot be known."""
+        if self.engine.num_ranks == 1 or self.engine.state.capturing:
+            return
+        if bank is None or isinstance(error, PeerTimeout) or not isinstance(error, Exception):
+            self._failure = error
+            return
+        if self.runtime.meeting is not None and not isinstance(error, PeerRefused):
+            self.runtime.meeting.refuse(call)
+        self.engine.refuse(lane, bank)
+
+    def bank_of(self, owner: object, handle: Any) -> int | None:
+        """The bank of a handle; of something else, that of the only handle in flight, which must have been meant."""
+        if isinstance(handle, Handle) and handle._owner is owner:
+            return self.dispatches.lane.bank(handle._number)
+        banks = {self.dispatches.lane.bank(h._number) for h in self.handles if not h.finished}
+        return banks.pop() if len(banks) == 1 else None
+
+    def void(self, bank: int) -> PeerRefused:
+        """The error of the dispatch in this bank, which the device found void."""
+        words = self.engine.state.refusals[bank, 0]
+        self.runtime.refused(bank)
+        peers = [int(peer) for peer in (words == words.max()).nonzero()]
+        return PeerRefused(refusal(self.rank, peers, "this dispatch") + " The next call works as usual.", peers)
+
+    def raise_refused(self, hint: str = "The call that raises this was not made: make it again.") -> None:
+        """PeerRefused, once, for earlier steps of which only the device knew. Void dispatches are finished."""
+        if not self.runtime.has_news() or self.engine.state.capturing:
+            return
+        news = self.runtime.refused()
+        banks = {bank for bank, lane, _ in news if LANES[lane] == "dispatch"}
+        for handle in [h for h in self.handles if not h.finished and h._arrived is not None]:
+            if handle._arrived.step.bank in banks and self.counts(handle._arrived.step)[-1]:
+                handle.release()
+        peers = sorted({peer for *_, peer in news})
+        what = " and ".join(sorted({f"an earlier {LANES[lane]}" for _, lane, _ in news}))
+        raise PeerRefused(f"{refusal(self.rank, peers, what)} {hint}", peers)
+
+    def counts(self, step: Step) -> tuple[list[int], list[int], list[int], int, int]:
+        """`DeviceState.parts` of what the step has counted; waits for the device."""
+        return self.engine.state.parts(self.read(step.counts))
+
+    def read(self, values: torch.Tensor) -> list[int]:
+        """int32 values of the device; waits for it."""
+        with self.fatal():
+            return self.runtime.read(values)
+
+    def synchronize(self) -> None:
+        """Wait for the device, and raise what calls have met there."""
+        with self.fatal():
+            self.runtime.synchronize()
+        self.raise_refused("The next call works as usual.")
 
 
 def check_handle(rank: int, owner: object, handle: Any) -> None:

@@ -22,6 +22,7 @@ from expertwire.transports.inproc import Inproc, Rank
 from expertwire.transports.shm import Shm
 
 if TYPE_CHECKING:
+    from expertwire.kernels.meeting import Meeting
     from expertwire.kernels.runtime import DeviceRuntime
     from expertwire.kernels.state import DeviceMemory
 
@@ -93,9 +94,21 @@ def device_runtime(
         num_sms=num_sms or max(1, seat.num_sms // beside), strict_sms=num_sms is not None,
     )  # fmt: skip
     sharing = len({other.uuid for other in seats}) < len(seats)
-    runtime = DeviceRuntime(engine, memory, timeout_s, sharing=sharing)
+    runtime = DeviceRuntime(engine, memory, timeout_s, meeting=host_meeting(group, transport), sharing=sharing)
     group.all_gather(None)
     return runtime
+
+
+def host_meeting(group: Bootstrap, transport: str) -> Meeting | None:
+    """Where ranks on GPUs meet on the host; None for one rank, and where ranks do not share a host. Collective."""
+    from expertwire.kernels.meeting import MEETING_BYTES, Meeting
+
+    if group.num_ranks == 1:
+        return None
+    try:
+        return Meeting((Inproc if transport == "inproc" else Shm)(group, MEETING_BYTES, MEETING_BYTES))
+    except TransportUnavailable:
+        return None
 
 
 def device_memory(

@@ -58,6 +58,11 @@ class LaneSteps:
     def end(self, epoch: int) -> None:
         self._open.discard(epoch)
 
+    def cancel(self, epoch: int) -> None:
+        """The step that began last has not happened, on any rank."""
+        self.end(epoch)
+        self.epoch = epoch - 1
+
 
 class _Fatal:
     """A context in which any error leaves the ranks out of step: it is remembered as the `failure` of the steps."""
@@ -84,6 +89,9 @@ class Steps:
         self.combines = LaneSteps(engine.combine_lane, engine.rank)
         self.failure: BaseException | None = None
         self._fatal = _Fatal(self)
+
+    def synchronize(self) -> None:
+        """Calls are done when they return."""
 
     def refuse(self, steps: LaneSteps, epoch: int, reason: str) -> None:
         """This rank's arguments are illegal: declare the step void on all ranks."""

@@ -1,58 +1,36 @@
-"""What a GPU's Buffer is made of, on CPU memory, with kernels in the interpreter: one process per rank."""
+"""A GPU's Buffer on CPU memory, with kernels in the interpreter: one process per rank."""
 
-from types import SimpleNamespace
+import weakref
 
-from device_checks import CAPACITY, COMPACT, EXPERTS, HIDDEN, TOPK
+from device_checks import CAPACITY, EXPERTS, HIDDEN, TOPK
 from interpreted import SharedFiles, use_interpreter
 
 from expertwire._check import Settings
+from expertwire.buffer import Buffer
 from expertwire.topology import Placement
+from expertwire.transports.shm import Shm
+from expertwire.world import bootstrap
 
 
 def interpreted_buffer(group, placement=None):
-    """Looks like a Buffer."""
+    """What `Buffer` makes of device="cuda", but for the memory."""
     use_interpreter()
-    from expertwire.device_autograd import DeviceGradients
-    from expertwire.device_calls import DeviceDispatcher
-    from expertwire.device_combine import DeviceCombiner
-    from expertwire.device_steps import DeviceSteps
     from expertwire.kernels.engine import DeviceEngine
+    from expertwire.kernels.meeting import MEETING_BYTES, Meeting
     from expertwire.kernels.runtime import DeviceRuntime
 
     memory = SharedFiles(group)
     placement = placement or Placement.contiguous(EXPERTS, memory.num_ranks)
-    settings = Settings(
-        num_experts=EXPERTS, hidden=HIDDEN, num_topk=TOPK, num_max_tokens_per_rank=CAPACITY, max_in_flight=2,
-        device="cpu", transport="files", on_timeout="raise", placement=placement,
-    )  # fmt: skip
     engine = DeviceEngine(
         memory, placement, capacity=CAPACITY, hidden=HIDDEN, num_topk=TOPK, num_banks=2, num_sms=4, spin_limit=1
     )
-
-    class Interpreted(DeviceRuntime):
-        def launch(self, kind, launches):
-            if not self.rehearsing:
-                launches()
-
-    runtime, steps, owner = Interpreted(engine, memory, 60.0, 1e4), DeviceSteps(engine), object()
-    steps.runtime = runtime
-    gradients = DeviceGradients(settings, runtime, steps)
-    dispatcher = DeviceDispatcher(owner, settings, runtime, steps, gradients, validate=True, raise_if_full=lambda: None)
-    combiner = DeviceCombiner(owner, settings, runtime, steps, gradients)
-
-    def dispatch(
-        x, topk_idx=None, topk_weights=None, *, handle=None, layout=COMPACT, expert_alignment=1, wire=None,
-        counts="host", defer_receive=False, zero_copy=False,
-    ):  # fmt: skip
-        assert steps.failure is None
-        return dispatcher(
-            x, topk_idx, topk_weights, handle, layout, expert_alignment, wire, counts, defer_receive, zero_copy
-        )
-
-    def combine(x, handle, *, topk_weights=None, bias=None, reduce="token", wire=None, defer_receive=False):
-        return combiner(x, handle, topk_weights, bias, reduce, wire, defer_receive)
-
-    return SimpleNamespace(
-        dispatch=dispatch, combine=combine, combine_input=combiner.inputs, rank=memory.rank,
-        num_ranks=memory.num_ranks, settings=settings, engine=engine, runtime=runtime,
+    meeting = Meeting(Shm(bootstrap(group), MEETING_BYTES, MEETING_BYTES)) if memory.num_ranks > 1 else None
+    buf = object.__new__(Buffer)
+    buf.rank, buf.num_ranks, buf._handles, buf._closed = memory.rank, memory.num_ranks, weakref.WeakSet(), False
+    buf.settings = Settings(
+        num_experts=EXPERTS, hidden=HIDDEN, num_topk=TOPK, num_max_tokens_per_rank=CAPACITY, max_in_flight=2,
+        device="cpu", transport="files", on_timeout="raise", placement=placement,
     )  # fmt: skip
+    buf._use(DeviceRuntime(engine, memory, 60.0, 1e4, meeting=meeting), validate=True)
+    buf.combine_input = buf._combine.inputs  # refused where device is "cpu"
+    return buf

@@ -16,14 +16,15 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 def rank_work(group, layout, wire, options):
     buf = interpreted_buffer(group)
+    state = buf._steps.engine.state
     check_rank(buf, layout, wire, steps=2, **options)
     if not options.get("deferred"):
         size = Buffer.size_hint(
             num_ranks=buf.num_ranks, hidden=HIDDEN, num_topk=TOPK, num_max_tokens_per_rank=CAPACITY, device="cuda",
             num_experts=EXPERTS, layout=layout, expert_alignment=options.get("alignment", 1), wire=wire,
         )  # fmt: skip
-        inputs = buf.engine.state.inputs(layout, options.get("alignment", 1)).region.total_bytes
-        assert buf.engine.state.total_bytes == size + 2 * inputs
+        inputs = state.inputs(layout, options.get("alignment", 1)).region.total_bytes
+        assert state.total_bytes == size + 2 * inputs
     torch.distributed.barrier(group)
 
 

@@ -40,7 +40,7 @@ def round_trip(group, hidden):
     none, octets = torch.zeros(2, dtype=torch.int64), torch.cat([part.view(torch.uint8).flatten() for part in memory])
     combine_logfmt[(2,)](
         torch.tensor([octets.data_ptr()]), torch.arange(rows)[:, None].contiguous(), weights, None, None, out,
-        none, none, none, none, none, 0, rows, 1, 2 * rows * hidden,
+        none, none, none, none, none, none, 0, rows, 1, 2 * rows * hidden,
         R=1, RANKS=1, SENDS=1, CHUNK=chunk, PARTS=-(-hidden // chunk), hidden=hidden, WEIGHTED=True, NUM_BIASES=0,
         PUBLISH=True, FINISH=False,
     )  # fmt: skip

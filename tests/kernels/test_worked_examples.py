@@ -58,7 +58,7 @@ def small_examples(group):
     first_rows[5], first_rows[7] = 10, 20
     dispatch_send[(1,)](
         torch.zeros(2, 8, dtype=torch.bfloat16), None, ints(5, 7, 7, 5), torch.zeros(9, dtype=torch.int32), first_rows,
-        torch.zeros(8, dtype=torch.int32), addresses, where, ints(memory.data_ptr(), dtype=torch.int64),
+        torch.zeros(8, dtype=torch.int32), addresses, where, none, ints(memory.data_ptr(), dtype=torch.int64),
         none, none, none, none, 0, 2, 0, 1024, 1,
         R=1, RANKS=1, E=8, SLOTS=2, TOKENS=2, KEYS=4, PLACE=True, SENDS=2, ROWS=1, LINES=1, BLOCK=8, width=8,
         unit_bytes=2, sf_units=0, SF_UNITS=1, sf_unit_bytes=4, FP8=False, UE8M0=False, RECEIVE=True,
@@ -68,7 +68,7 @@ def small_examples(group):
     y, total = torch.tensor([[1.0], [3.0]]).bfloat16(), torch.zeros(1, 1, dtype=torch.bfloat16)
     combine_gather[(1,)](
         y, none, ints(0, 1, dtype=torch.int64)[None], torch.tensor([[0.5, 2.0]]), torch.ones(1, 1).bfloat16(), None,
-        total, none, none, ints(0, 0), none, none, 0, 1, 1,
+        total, none, none, none, ints(0, 0), none, none, 0, 1, 1,
         R=1, RANKS=1, SENDS=2, ROWS=1, COLUMNS=1, PARTS=1, hidden=1, WEIGHTED=True, NUM_BIASES=1, EXCHANGE=False,
         PUBLISH=True, FINISH=False, BY_RANK=False,
     )  # fmt: skip
@@ -119,7 +119,7 @@ def gradients_example(group):
         send_values[(1,)](given, where, bases, 2, K=2, WIDTH=2, ENTRIES=4)
         found.append((rows[0, 3].tolist(), rows[1, 1].tolist(), int((rows == 7).sum())))
         combine_values[(1,)](
-            bases, where, back, none, none, none, none, 2, 0, 1, R=1, RANKS=1, K=2, WIDTH=2, ENTRIES=4
+            bases, where, back, none, none, none, none, none, 2, 0, 1, R=1, RANKS=1, K=2, WIDTH=2, ENTRIES=4
         )  # fmt: skip
         found.append(back.tolist())
     return out.tolist(), dots.tolist(), found

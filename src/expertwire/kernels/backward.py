@@ -34,8 +34,8 @@ def combine_values(engine: DeviceEngine, memory: Places, step: Step, out: torch.
     blocks = max(1, ceil_div(size, ENTRIES))
     engine.launch(
         values.combine_values, min(blocks, engine.num_sms) if engine.num_ranks > 1 else blocks,
-        memory.bases[step.bank], step.where, out, bank.words, bank.epochs[1:], bank.tickets[1:], engine.state.status,
-        size, engine.rank, engine.spin_limit,
+        memory.bases[step.bank], step.where, out, step.void, bank.words, bank.epochs[1:], bank.tickets[1:],
+        engine.state.status, size, engine.rank, engine.spin_limit,
         R=engine.num_ranks, RANKS=pow2(engine.num_ranks), K=engine.num_topk, WIDTH=width_of(engine, step.layout),
         ENTRIES=ENTRIES, num_warps=4, **engine.bounded,
     )  # fmt: skip

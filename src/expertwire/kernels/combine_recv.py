@@ -27,7 +27,7 @@ from expertwire.kernels.routing import COMBINE_DONE, COMBINE_READY, DONE, await_
 
 @triton.jit(do_not_specialize=["rank", "num_tokens", "spin_limit"], launch_metadata=combine_gather_bytes)
 def combine_gather(
-    y, source_bases, where, topk_weights, bias0, bias1, out, word_bases, epochs, tickets, dispatch_epochs, status,
+    y, source_bases, where, topk_weights, bias0, bias1, out, void, word_bases, epochs, tickets, dispatch_epochs, status,
     rank, num_tokens, spin_limit,
     R: tl.constexpr, RANKS: tl.constexpr, SENDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     PARTS: tl.constexpr, hidden: tl.constexpr, WEIGHTED: tl.constexpr, NUM_BIASES: tl.constexpr, EXCHANGE: tl.constexpr,
@@ -39,15 +39,20 @@ def combine_gather(
 
     PARTS blocks of COLUMNS columns make a row; a unit of work is ROWS tokens and one part. With FINISH the last block
     also signals that the views of the dispatch have been given back. BY_RANK is reduce="rank": same rows, same bytes,
-    the sums of each rank rounded first.
+    the sums of each rank rounded first. If the dispatch was `void` there is no combine: a rank that knows so already
+    does not call it. If a peer refuses this step, no rows are read. Either is left in `void` [2] for `combine_values`.
     """
     block = tl.program_id(0)
     if R > 1:
         epoch = tl.load(epochs) + 1
-        if PUBLISH:
-            if block == 0:
-                publish_rows(y, source_bases, word_bases, epoch, rank, R, RANKS, EXCHANGE)
-        await_peers(word_bases, COMBINE_READY, epoch, rank, status, spin_limit, R, RANKS)
+        refused = tl.load(void)
+        taken = refused == 0
+        if taken:
+            if PUBLISH:
+                if block == 0:
+                    publish_rows(y, source_bases, word_bases, epoch, rank, R, RANKS, EXCHANGE)
+            refused = await_peers(word_bases, COMBINE_READY, epoch, rank, status, spin_limit, R, RANKS)
+        num_tokens = tl.where(refused > 0, 0, num_tokens)
     row_bases = source_bases
     if EXCHANGE:
         row_bases = tl.load(source_bases + rank).to(tl.pointer_type(tl.int64))
@@ -67,8 +72,10 @@ def combine_gather(
     if R > 1:
         if ticket_acq_rel(tickets) == tl.num_programs(0) - 1:
             tl.store(tickets, 0)
-            tl.store(epochs, epoch)
-            signal(word_bases, COMBINE_DONE, epoch, 0, rank, R, RANKS)
+            tl.store(void + 1, refused)
             if FINISH:
                 signal(word_bases, DONE, tl.load(dispatch_epochs), 0, rank, R, RANKS)
-            await_peers(word_bases, COMBINE_DONE, epoch, rank, status, spin_limit, R, RANKS)
+            if taken:
+                tl.store(epochs, epoch)
+                signal(word_bases, COMBINE_DONE, epoch, 0, rank, R, RANKS)
+                await_peers(word_bases, COMBINE_DONE, epoch, rank, status, spin_limit, R, RANKS)

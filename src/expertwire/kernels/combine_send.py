@@ -32,7 +32,8 @@ def publish_rows(
 
 @triton.jit(do_not_specialize=["rank"])
 def combine_send(
-    y, source_bases, word_bases, epochs, rank, R: tl.constexpr, RANKS: tl.constexpr, EXCHANGE: tl.constexpr
+    y, source_bases, word_bases, epochs, void, rank, R: tl.constexpr, RANKS: tl.constexpr, EXCHANGE: tl.constexpr
 ):
-    """The send half by itself, where the receive half was deferred. One block."""
-    publish_rows(y, source_bases, word_bases, tl.load(epochs) + 1, rank, R, RANKS, EXCHANGE)
+    """The send half by itself, where the receive half was deferred. One block. Nothing, if the dispatch was `void`."""
+    if tl.load(void) == 0:
+        publish_rows(y, source_bases, word_bases, tl.load(epochs) + 1, rank, R, RANKS, EXCHANGE)

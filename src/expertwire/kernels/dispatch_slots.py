@@ -37,11 +37,12 @@ from expertwire.kernels.routing import (
     signal,
     words_to,
 )
+from expertwire.kernels.tally import add_dropped, add_rows
 
 
 @triton.jit
 def _send_counts(
-    peer, topk_idx, home, word_bases, count_bases, epoch, status, rank, num_tokens, spin_limit,
+    peer, topk_idx, sent, tally, home, word_bases, count_bases, epoch, status, rank, num_tokens, spin_limit,
     R: tl.constexpr, RANKS: tl.constexpr, E: tl.constexpr, BINS: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):  # fmt: skip
@@ -59,6 +60,9 @@ def _send_counts(
     if R > 1:
         pointers, peers, _ = words_to(word_bases, COUNTS, rank, R, RANKS)
         exchange_release(pointers, pack_word(epoch + tl.zeros([RANKS], tl.int64), rows), peers == peer)
+    tl.store(sent + peer, rows)
+    if peer == 0:
+        add_dropped(tally, topk_idx, 0, num_tokens, ids, K, SLOTS, TOKENS, R)
 
 
 @triton.jit
@@ -71,21 +75,24 @@ def _rows_before(ids, token, topk_idx, E: tl.constexpr, K: tl.constexpr, SLOTS: 
 
 @triton.jit
 def total_counts(
-    count_bases, own_experts, expert_counts, rank_counts, rank, L,
+    count_bases, own_experts, expert_counts, rank_counts, sent, tally, void, rank, L,
     R: tl.constexpr, RANKS: tl.constexpr, E: tl.constexpr, LOCAL: tl.constexpr,
 ):  # fmt: skip
-    """What this rank receives, from the counts in its window: per local expert, and rows per source rank."""
+    """What this rank receives, from the counts in its window: per local expert, and rows per source rank. Nothing, if
+    the step is void."""
     counts = tl.load(count_bases + rank).to(tl.pointer_type(tl.int32))
     local = tl.arange(0, LOCAL)
     expert = tl.load(own_experts + local, mask=local < L, other=0)
     total = tl.zeros([LOCAL], tl.int32)
+    used = tl.where(void > 0, 0, L)
     for source in range(R):
-        total += tl.load(counts + source * (E + R) + expert, mask=local < L, other=0)
+        total += tl.load(counts + source * (E + R) + expert, mask=local < used, other=0)
     tl.store(expert_counts + local, total, mask=local < L)
     source = tl.arange(0, RANKS)
-    rows = tl.load(counts + source * (E + R) + E + rank, mask=source < R, other=0)
+    rows = tl.load(counts + source * (E + R) + E + rank, mask=source < tl.where(void > 0, 0, R), other=0)
     tl.store(rank_counts + source, rows, mask=source < R)
     tl.store(rank_counts + R, tl.sum(rows, axis=0))
+    add_rows(tally, tl.load(sent + source, mask=source < R, other=0), rows, void, R, RANKS)
 
 
 @triton.jit(
@@ -93,7 +100,7 @@ def total_counts(
     launch_metadata=dispatch_slots_bytes,
 )
 def dispatch_slots(
-    x, topk_idx, where, expert_counts, rank_counts,
+    x, topk_idx, where, expert_counts, rank_counts, sent, tally, void,
     word_bases, count_bases, row_bases, home, own_experts, epochs, tickets, status,
     rank, num_tokens, room, L, spin_limit, sf_at, meta_at,
     R: tl.constexpr, RANKS: tl.constexpr, E: tl.constexpr, BINS: tl.constexpr, LOCAL: tl.constexpr,
@@ -101,7 +108,8 @@ def dispatch_slots(
     hidden: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
     FP8: tl.constexpr, UE8M0: tl.constexpr, sf_bytes: tl.constexpr, RECEIVE: tl.constexpr,
 ):  # fmt: skip
-    """x [T, hidden] bfloat16, topk_idx [T, K]; writes `where` [T, K], the peers' rows, and with RECEIVE the counts.
+    """x [T, hidden] bfloat16, topk_idx [T, K]; writes `where` [T, K], the peers' rows, and with RECEIVE the counts, and
+    in `void` how many ranks refused the step: then nothing is sent.
 
     word_bases, count_bases, row_bases [R] int64: addresses of this bank's words, counts and `RowRegion` on every rank.
     epochs, tickets: this bank's step counter (int64) and block counter (int32), both private to this rank. `room` is
@@ -112,11 +120,12 @@ def dispatch_slots(
     epoch = tl.load(epochs) + 1
     if block < R:
         _send_counts(
-            block, topk_idx, home, word_bases, count_bases, epoch, status, rank, num_tokens, spin_limit,
+            block, topk_idx, sent, tally, home, word_bases, count_bases, epoch, status, rank, num_tokens, spin_limit,
             R, RANKS, E, BINS, K, SLOTS, TOKENS,
         )  # fmt: skip
     else:
         slot = tl.arange(0, SLOTS)
+        refused = tl.full((), 0, tl.int32)
         for unit in range(block - R, num_tokens * PARTS, tl.num_programs(0) - R):
             token = unit // PARTS
             part = unit % PARTS
@@ -133,7 +142,9 @@ def dispatch_slots(
                 payload, scales = values, tl.zeros([LINES], tl.int32)
             if R > 1:
                 if unit == block - R:
-                    await_peers(word_bases, COUNTS, epoch, rank, status, spin_limit, R, RANKS)
+                    refused = await_peers(word_bases, COUNTS, epoch, rank, status, spin_limit, R, RANKS)
+                ids = tl.where(refused > 0, -1, ids)
+                bases = tl.where(refused > 0, 0, bases)
                 counts = tl.load(count_bases + rank).to(tl.pointer_type(tl.int32))
                 source = tl.arange(0, RANKS)
                 lower = tl.load(
@@ -170,8 +181,14 @@ def dispatch_slots(
             tl.store(epochs, epoch)
             signal(word_bases, READY, epoch, 0, rank, R, RANKS)
             if RECEIVE:
-                await_peers(word_bases, READY, epoch, rank, status, spin_limit, R, RANKS)
-                total_counts(count_bases, own_experts, expert_counts, rank_counts, rank, L, R, RANKS, E, LOCAL)
+                late_void = await_peers(word_bases, READY, epoch, rank, status, spin_limit, R, RANKS)
+                tl.store(void, late_void)
+                total_counts(
+                    count_bases, own_experts, expert_counts, rank_counts, sent, tally, late_void, rank, L,
+                    R, RANKS, E, LOCAL,
+                )  # fmt: skip
     elif block == 0:
         tl.debug_barrier()
-        total_counts(count_bases, own_experts, expert_counts, rank_counts, rank, L, R, RANKS, E, LOCAL)
+        total_counts(
+            count_bases, own_experts, expert_counts, rank_counts, sent, tally, 0, rank, L, R, RANKS, E, LOCAL
+        )  # fmt: skip

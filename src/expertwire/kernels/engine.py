@@ -25,6 +25,7 @@ from expertwire.kernels.dispatch_slots import dispatch_slots
 from expertwire.kernels.launch import Launcher
 from expertwire.kernels.place import address_rows, place_ranks
 from expertwire.kernels.plan import COMPACT, EXPERT_MAJOR, EXPERT_SLOTS, plan_count
+from expertwire.kernels.refuse import refuse_combine, refuse_dispatch
 from expertwire.kernels.state import DeviceMemory, DeviceState, Places, Rows, Step
 from expertwire.kernels.tiles import MAX_ROWS, Tile, all_tiles, combine_tile, pow2, send_tile, slots_tile
 from expertwire.layouts.receive import Layout
@@ -95,8 +96,8 @@ class DeviceEngine:
                 grid = min(grid, self._resident(tile.warps))
             self.launch(
                 dispatch_slots, max(grid, self.num_ranks + 1),
-                x, step.topk_idx, step.where, step.expert_counts, step.rank_counts,
-                bank.words, bank.counts, places.bases[step.bank], state.home, state.own_experts,
+                x, step.topk_idx, step.where, step.expert_counts, step.rank_counts, step.sent, state.tally,
+                step.void, bank.words, bank.counts, places.bases[step.bank], state.home, state.own_experts,
                 bank.epochs, bank.tickets, state.status,
                 self.rank, num_tokens, self.num_ranks * self.capacity, state.num_local_experts, self.spin_limit,
                 places.region.sf, places.region.meta,
@@ -124,8 +125,9 @@ class DeviceEngine:
         self.launch(
             plan_count, num_blocks,
             step.topk_idx, keys, block_counts, state.scratch("totals", torch.int32, width), first_rows,
-            step.expert_counts, step.padded_counts, step.offsets, step.rank_counts, bank.words, bank.counts,
-            state.home, state.by_owner, state.owner_start, bank.epochs, bank.tickets, state.status,
+            step.expert_counts, step.padded_counts, step.offsets, step.rank_counts, step.sent, state.tally,
+            bank.words, bank.counts, state.home, state.by_owner, state.owner_start, bank.epochs, bank.tickets,
+            state.status,
             self.rank, num_tokens, num_blocks, self.num_ranks * self.capacity, step.alignment,
             state.first_own, state.num_local_experts, self.spin_limit,
             R=self.num_ranks, RANKS=self._ranks, E=self.num_experts, EXPERTS=experts,
@@ -154,8 +156,8 @@ class DeviceEngine:
         bank, count, addresses = self.state.banks[step.bank], step.sends_to.numel(), self._addresses(step)
         self.launch(
             address_rows, max(1, ceil_div(count, 4096)),
-            step.sends_to, places.bases[step.bank], addresses, bank.words, bank.epochs, self.state.status,
-            count, self.rank, self.spin_limit,
+            step.sends_to, places.bases[step.bank], addresses, step.sent, step.rank_counts, self.state.tally,
+            bank.words, bank.epochs, self.state.status, count, self.rank, self.spin_limit,
             R=self.num_ranks, RANKS=self._ranks, PLACES=4096, payload_bytes=places.rows.payload_bytes, num_warps=8,
         )  # fmt: skip
         return Plan(addresses)
@@ -177,7 +179,8 @@ class DeviceEngine:
                 dispatch_send, min(max(1, ceil_div(num_tokens, tile.rows)), blocks),
                 x, sf, plan.keys, plan.block_counts, plan.first_rows,
                 self.state.home if plan.keys is not None else None,
-                plan.addresses, step.sends_to, places.bases[step.bank], bank.words, bank.epochs, bank.tickets,
+                plan.addresses, step.sends_to, step.void, places.bases[step.bank], bank.words, bank.epochs,
+                bank.tickets,
                 self.state.status, self.rank, num_tokens, places.region.sf, places.region.meta, self.spin_limit,
                 R=self.num_ranks, RANKS=self._ranks, E=self.num_experts, SLOTS=self._slots, TOKENS=plan.tokens,
                 KEYS=pow2(plan.tokens * self.num_topk), PLACE=plan.keys is not None,
@@ -194,7 +197,8 @@ class DeviceEngine:
         state, bank = self.state, self.state.banks[step.bank]
         self.launch(
             await_rows, 1,
-            bank.words, bank.counts, state.own_experts, step.expert_counts, step.rank_counts, bank.epochs, state.status,
+            bank.words, bank.counts, state.own_experts, step.expert_counts, step.rank_counts, step.sent, state.tally,
+            step.void, bank.epochs, state.status,
             self.rank, state.num_local_experts, self.spin_limit,
             R=self.num_ranks, RANKS=self._ranks, E=self.num_experts, LOCAL=self._local, TOTAL=total, num_warps=4,
         )  # fmt: skip
@@ -233,7 +237,8 @@ class DeviceEngine:
             bank = self.state.banks[step.bank]
             self.launch(
                 combine_send, 1, y, bank.sources if inputs is None else inputs.bases[step.bank], bank.words,
-                bank.epochs[1:], self.rank, R=self.num_ranks, RANKS=self._ranks, EXCHANGE=inputs is None, num_warps=1,
+                bank.epochs[1:], step.void, self.rank,
+                R=self.num_ranks, RANKS=self._ranks, EXCHANGE=inputs is None, num_warps=1,
             )  # fmt: skip
 
     def combine(
@@ -252,12 +257,24 @@ class DeviceEngine:
                 combine_gather, min(units, self._resident(tile.warps)) if several or self.strict_sms else units,
                 y, bank.sources if inputs is None else inputs.bases[step.bank],
                 sends, step.topk_weights if weighted else None, *two, out,
-                bank.words, bank.epochs[1:], bank.tickets[1:], bank.epochs, self.state.status,
+                step.void, bank.words, bank.epochs[1:], bank.tickets[1:], bank.epochs, self.state.status,
                 self.rank, num_tokens, self.spin_limit,
                 R=self.num_ranks, RANKS=self._ranks, SENDS=sends.shape[1], ROWS=tile.rows, COLUMNS=tile.columns,
                 PARTS=parts, hidden=self.hidden, WEIGHTED=weighted, NUM_BIASES=len(biases),
                 EXCHANGE=inputs is None and several, PUBLISH=publish, FINISH=finish, BY_RANK=by_rank,
                 num_warps=tile.warps, enable_fp_fusion=False, **(self.bounded if tile.warps <= 16 else {}),
+            )  # fmt: skip
+
+    # -- refusing --------------------------------------------------------------------------------------------------
+
+    def refuse(self, lane: str, bank: int) -> None:
+        """Declare the next step of a lane ("dispatch", "combine") in this bank void."""
+        if self.num_ranks > 1:
+            kernel, first = (refuse_dispatch, 0) if lane == "dispatch" else (refuse_combine, 1)
+            words, epochs = self.state.banks[bank].words, self.state.banks[bank].epochs[first:]
+            self.launch(
+                kernel, 1, words, epochs, self.state.status, self.rank, self.spin_limit,
+                R=self.num_ranks, RANKS=self._ranks, num_warps=1,
             )  # fmt: skip
 
     # -- waiting ---------------------------------------------------------------------------------------------------

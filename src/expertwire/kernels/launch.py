@@ -29,7 +29,8 @@ class Launcher:
 
     def __call__(self, kernel: Kernel, grid: int, *args: Any, **options: Any) -> None:
         if not isinstance(kernel, triton.JITFunction):  # the interpreter's
-            kernel[(grid,)](*args, **options)
+            if not self.compiling:
+                kernel[(grid,)](*args, **options)
             return
         values: list[Any] = []
         kinds: list[object] = []

@@ -167,7 +167,7 @@ def _load_chunk(row, sf, start, width, hidden: tl.constexpr, CHUNK: tl.constexpr
 
 @triton.jit(do_not_specialize=["rank", "num_tokens", "spin_limit", "sf_at"])
 def combine_logfmt(
-    row_bases, where, topk_weights, bias0, bias1, out, word_bases, epochs, tickets, dispatch_epochs, status,
+    row_bases, where, topk_weights, bias0, bias1, out, void, word_bases, epochs, tickets, dispatch_epochs, status,
     rank, num_tokens, spin_limit, sf_at,
     R: tl.constexpr, RANKS: tl.constexpr, SENDS: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
     hidden: tl.constexpr, WEIGHTED: tl.constexpr, NUM_BIASES: tl.constexpr, PUBLISH: tl.constexpr, FINISH: tl.constexpr,
@@ -179,10 +179,14 @@ def combine_logfmt(
     per_chunk: tl.constexpr = CHUNK // GROUP
     if R > 1:
         epoch = tl.load(epochs) + 1
-        if PUBLISH:
-            if block == 0:
-                signal(word_bases, COMBINE_READY, epoch, 0, rank, R, RANKS)
-        await_peers(word_bases, COMBINE_READY, epoch, rank, status, spin_limit, R, RANKS)
+        refused = tl.load(void)
+        taken = refused == 0
+        if taken:
+            if PUBLISH:
+                if block == 0:
+                    signal(word_bases, COMBINE_READY, epoch, 0, rank, R, RANKS)
+            refused = await_peers(word_bases, COMBINE_READY, epoch, rank, status, spin_limit, R, RANKS)
+        num_tokens = tl.where(refused > 0, 0, num_tokens)
     inner = tl.arange(0, per_chunk)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     for unit in range(block, num_tokens * PARTS, tl.num_programs(0)):
         token = unit // PARTS
@@ -209,8 +213,10 @@ def combine_logfmt(
     if R > 1:
         if ticket_acq_rel(tickets) == tl.num_programs(0) - 1:
             tl.store(tickets, 0)
-            tl.store(epochs, epoch)
-            signal(word_bases, COMBINE_DONE, epoch, 0, rank, R, RANKS)
+            tl.store(void + 1, refused)
             if FINISH:
                 signal(word_bases, DONE, tl.load(dispatch_epochs), 0, rank, R, RANKS)
-            await_peers(word_bases, COMBINE_DONE, epoch, rank, status, spin_limit, R, RANKS)
+            if taken:
+                tl.store(epochs, epoch)
+                signal(word_bases, COMBINE_DONE, epoch, 0, rank, R, RANKS)
+                await_peers(word_bases, COMBINE_DONE, epoch, rank, status, spin_limit, R, RANKS)

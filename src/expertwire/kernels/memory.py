@@ -69,8 +69,18 @@ def _leave_record(status, peers, mask, phase, wanted, seen, spins):
 
 
 @triton.jit
+def _look(pointers, mask, wanted):
+    """The words at `pointers`, how many of them are late, and how many say REFUSED."""
+    seen = load_acquire(pointers, mask)
+    found = tl.where(seen < wanted, 1, tl.where(seen == wanted, 1 << 16, 0))
+    total = tl.sum(tl.where(mask, found, 0), axis=0)
+    return seen, total & 0xFFFF, total >> 16
+
+
+@triton.jit
 def wait(pointers, mask, epoch, phase: tl.constexpr, status, peers, spin_limit):
-    """Words at `pointers` [R], once all that `mask` names have reached `epoch`; bounded by `spin_limit` looks.
+    """Words at `pointers` [R], once all that `mask` names have reached `epoch`, and how many of them say REFUSED for
+    it; bounded by `spin_limit` looks.
 
     When it gives up it writes (phase, expected word, seen word, spins) to `status` for every peer that is late, and
     returns what it saw. A launch after a failure does not wait again: the first record stays, spin_limit counts as 0.
@@ -78,14 +88,12 @@ def wait(pointers, mask, epoch, phase: tl.constexpr, status, peers, spin_limit):
     address of a mirror in host memory, 0 for none.
     """
     wanted = epoch << COUNT_BITS
-    seen = load_acquire(pointers, mask)
-    late = tl.sum((mask & (seen < wanted)).to(tl.int32), axis=0)
+    seen, late, refused = _look(pointers, mask, wanted)
     if late > 0:
         failed = tl.sum(tl.load(status + peers * STATUS_FIELDS, mask=mask, other=0, volatile=True), axis=0)
         spins = tl.where(failed == 0, 0, spin_limit).to(tl.int64)
         while (late > 0) & (spins < spin_limit):  # warps may leave at different times: no barrier in here
-            seen = load_acquire(pointers, mask)
-            late = tl.sum((mask & (seen < wanted)).to(tl.int32), axis=0)
+            seen, late, refused = _look(pointers, mask, wanted)
             spins += 1
         if (late > 0) & (failed == 0):
             is_late = mask & (seen < wanted)
@@ -94,4 +102,4 @@ def wait(pointers, mask, epoch, phase: tl.constexpr, status, peers, spin_limit):
             if mirror != 0:
                 _leave_record(mirror.to(tl.pointer_type(tl.int64)), peers, is_late, phase, wanted, seen, spins)
     tl.debug_barrier()
-    return seen
+    return seen, refused

@@ -3,7 +3,7 @@
 A selection's row is the first row of this rank there (from `plan`) + the rows of earlier blocks + the rows before it in
 its own block. For experts that last number comes from comparing keys, a few tokens at a time, by the block that is
 about to send them; for ranks, of which a token serves each once, from a running sum over a [tokens, ranks] table, in a
-launch of its own.
+launch of its own. Where the first row is -1 the step is void, and nothing is sent.
 
 Outputs, for K slots and SENDS places a token (SENDS = K, or the number of ranks if COMPACT needs fewer):
     where [T, K], sends_to [T, SENDS]   rank << 40 | row, -1 = nothing to send; `sends_to` lists each place once
@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from expertwire.kernels.routing import DONE, HOME_LOCAL, HOME_RANK, WHERE_RANK, WHERE_ROW, await_peers, load_block
+from expertwire.kernels.tally import add_rows
 
 
 @triton.jit
@@ -47,9 +48,11 @@ def place_experts(
     sends = key >= 0
     known = tl.maximum(key, 0)
     index = tl.load(block_counts + block * (E + R) + known, mask=sends, other=0)
-    index += tl.load(first_rows + known, mask=sends, other=0)
+    first_row = tl.load(first_rows + known, mask=sends, other=0)
     owner = tl.load(home + known, mask=sends, other=0) >> HOME_RANK
     base = tl.load(row_bases + owner, mask=sends, other=0)
+    index += first_row
+    sends &= first_row >= 0
     before = (theirs[None, :] == key[:, None]) & (earlier[None, :] < own[:, None])
     row = (index + tl.sum(before.to(tl.int32), axis=1)).to(tl.int64)
     tl.store(where + at, tl.where(sends, (owner.to(tl.int64) << WHERE_RANK) | row, -1), mask=listed)
@@ -85,7 +88,9 @@ def place_ranks(
     known = tl.maximum(key, 0)
     base = tl.load(row_bases + known, mask=sends, other=0)
     index = tl.load(block_counts + block * (E + R) + E + known, mask=sends, other=0)
-    index += tl.load(first_rows + E + known, mask=sends, other=0)
+    first_row = tl.load(first_rows + E + known, mask=sends, other=0)
+    index += first_row
+    sends &= first_row >= 0
 
     serves = (key[:, :, None] == tl.arange(0, RANKS)[None, None, :]).to(tl.int32)  # [TOKENS, SLOTS, RANKS]
     table = tl.sum(serves, axis=1)
@@ -120,12 +125,16 @@ def place_ranks(
 
 @triton.jit(do_not_specialize=["num_places", "rank", "spin_limit"])
 def address_rows(
-    sends_to, row_bases, addresses, word_bases, epochs, status, num_places, rank, spin_limit,
+    sends_to, row_bases, addresses, sent, rank_counts, tally, word_bases, epochs, status, num_places, rank, spin_limit,
     R: tl.constexpr, RANKS: tl.constexpr, PLACES: tl.constexpr, payload_bytes: tl.constexpr,
 ):  # fmt: skip
     """Repeat a plan in another bank, whose rows the peers must have given back: sends_to -> addresses."""
     if R > 1:
         await_peers(word_bases, DONE, tl.load(epochs), rank, status, spin_limit, R, RANKS)
+    if tl.program_id(0) == 0:
+        peers = tl.arange(0, RANKS)
+        sending = tl.load(sent + peers, mask=peers < R, other=0)
+        add_rows(tally, sending, tl.load(rank_counts + peers, mask=peers < R, other=0), 0, R, RANKS)
     at = tl.program_id(0) * PLACES + tl.arange(0, PLACES)
     place = tl.load(sends_to + at, mask=at < num_places, other=-1)
     base = tl.load(row_bases + (tl.maximum(place, 0) >> WHERE_RANK), mask=place >= 0, other=0)

@@ -4,6 +4,8 @@ Tokens are cut into blocks. Each block is counted by itself; the last block out 
 all peers, waits for theirs, and finds where this rank's rows of every expert (EXPERT_*) or rank (COMPACT) begin at
 their destination. `place` then numbers the selections inside their blocks.
 
+If a peer refused the step, the first rows are -1, so that `place` finds nothing to send.
+
 Orders: block counts go through the ticket (acq_rel, gpu), totals to peers through `exchange_release` / `load_acquire`
 (sys). One block waits; the peers' waiting blocks and it must fit on the device at once.
 
@@ -27,6 +29,7 @@ from expertwire.kernels.routing import (
     ranks_of,
     words_to,
 )
+from expertwire.kernels.tally import add_dropped, add_rows
 
 COMPACT = tl.constexpr(0)
 EXPERT_MAJOR = tl.constexpr(1)
@@ -60,9 +63,10 @@ def _add_blocks(
 @triton.jit
 def _first_rows(
     counts, expert, start, first_rows, expert_counts, padded_counts, offsets, rank, room, alignment, first_own, L,
-    E: tl.constexpr, EXPERTS: tl.constexpr, R: tl.constexpr, LAYOUT: tl.constexpr,
+    void, E: tl.constexpr, EXPERTS: tl.constexpr, R: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
-    """first_rows [E]: this rank's first row of each expert, and what this rank receives per local expert.
+    """first_rows [E]: this rank's first row of each expert, and what this rank receives per local expert. Of a void
+    step: -1, and nothing.
 
     `expert` and `start` [EXPERTS] are `by_owner` and `owner_start`.
     """
@@ -70,8 +74,9 @@ def _first_rows(
     mask = position < E
     total = tl.zeros([EXPERTS], tl.int32)
     before = tl.zeros([EXPERTS], tl.int32)
+    known = tl.where(void > 0, 0, E)
     for source in range(R):
-        theirs = tl.load(counts + source * (E + R) + expert, mask=mask, other=0)
+        theirs = tl.load(counts + source * (E + R) + expert, mask=position < known, other=0)
         total += theirs
         before += tl.where(source < rank, theirs, 0)
     if LAYOUT == EXPERT_SLOTS:
@@ -82,7 +87,7 @@ def _first_rows(
         running = tl.cumsum(padded, axis=0) - padded
         group = running - tl.gather(running, start, axis=0)
     if LAYOUT != COMPACT:
-        tl.store(first_rows + expert, group + before, mask=mask)
+        tl.store(first_rows + expert, tl.where(void > 0, -1, group + before), mask=mask)
     local = position - first_own
     mine = (local >= 0) & (local < L)
     tl.store(expert_counts + local, total, mask=mine)
@@ -94,7 +99,7 @@ def _first_rows(
 
 @triton.jit(do_not_specialize=["rank", "num_tokens", "num_blocks", "room", "alignment", "first_own", "L", "spin_limit"])
 def plan_count(
-    topk_idx, keys, block_counts, totals, first_rows, expert_counts, padded_counts, offsets, rank_counts,
+    topk_idx, keys, block_counts, totals, first_rows, expert_counts, padded_counts, offsets, rank_counts, sent, tally,
     word_bases, count_bases, home, by_owner, owner_start, epochs, tickets, status,
     rank, num_tokens, num_blocks, room, alignment, first_own, L, spin_limit,
     R: tl.constexpr, RANKS: tl.constexpr, E: tl.constexpr, EXPERTS: tl.constexpr, EXPERT_BINS: tl.constexpr,
@@ -102,7 +107,7 @@ def plan_count(
     COLUMNS: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
     """Block b counts tokens [b * TOKENS, (b + 1) * TOKENS). Writes keys [T, K]: the expert, or the rank for COMPACT,
-    whose rows a selection is numbered among, -1 = none; block_counts [num_blocks, E + R]; first_rows [E + R].
+    whose rows a selection is numbered among, -1 = none; block_counts [num_blocks, E + R]; first_rows [E + R]; sent [R].
 
     by_owner [E] are experts in order of (owner, local id), owner_start [E] the position of the owner's first one; those
     of this rank are L from position first_own on.
@@ -123,6 +128,7 @@ def plan_count(
     tl.store(block_counts + block * width + bins, experts, mask=bins < E)
     bins = tl.arange(0, RANK_BINS)
     tl.store(block_counts + block * width + E + bins, ranks, mask=bins < R)
+    add_dropped(tally, topk_idx, block * TOKENS, num_tokens, ids, K, SLOTS, TOKENS, R)
     if ticket_acq_rel(tickets) == num_blocks - 1:
         tl.store(tickets, 0)
         # One block works alone here, so what it waits for is memory: all loads that can be early are.
@@ -131,6 +137,7 @@ def plan_count(
         start = tl.load(owner_start + position, mask=position < E, other=0)
         source = tl.arange(0, RANKS)
         of_ranks, ranks_at, ranks_mask = _load_table(block_counts, num_blocks, E + source, width, width, BLOCKS)
+        void = 0
         if R > 1:
             await_peers(word_bases, DONE, epoch - 1, rank, status, spin_limit, R, RANKS)
         for first in range(0, E, COLUMNS):
@@ -143,17 +150,20 @@ def plan_count(
             pointers, peers, mask = words_to(word_bases, COUNTS, rank, R, RANKS)
             rows = tl.load(totals + E + peers, mask=mask, other=0)
             exchange_release(pointers, pack_word(epoch + tl.zeros([RANKS], tl.int64), rows), mask)
-            await_peers(word_bases, COUNTS, epoch, rank, status, spin_limit, R, RANKS)
+            void = await_peers(word_bases, COUNTS, epoch, rank, status, spin_limit, R, RANKS)
         counts = tl.load(count_bases + rank).to(tl.pointer_type(tl.int32))
-        arriving = tl.load(counts + source * width + E + rank, mask=source < R, other=0)
+        arriving = tl.load(counts + source * width + E + rank, mask=source < tl.where(void > 0, 0, R), other=0)
         before = tl.zeros([RANKS], tl.int32)
         for other in range(R):
             theirs = tl.load(counts + other * width + E + source, mask=source < R, other=0)
             before += tl.where(other < rank, theirs, 0)
         _first_rows(
             counts, expert, start, first_rows, expert_counts, padded_counts, offsets, rank, room, alignment, first_own,
-            L, E, EXPERTS, R, LAYOUT,
+            L, void, E, EXPERTS, R, LAYOUT,
         )  # fmt: skip
-        tl.store(first_rows + E + source, before, mask=source < R)
+        tl.store(first_rows + E + source, tl.where(void > 0, -1, before), mask=source < R)
         tl.store(rank_counts + source, arriving, mask=source < R)
         tl.store(rank_counts + R, tl.sum(arriving, axis=0))
+        sending = tl.load(totals + E + source, mask=source < R, other=0)
+        tl.store(sent + source, sending, mask=source < R)
+        add_rows(tally, sending, arriving, void, R, RANKS)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
 import torch
 
-from expertwire.errors import MissedSignal, PeerTimeout, TransportUnavailable
+from expertwire.errors import MissedSignal, PeerLost, PeerRefused, PeerTimeout, TransportUnavailable
 from expertwire.kernels.engine import DeviceEngine
+from expertwire.kernels.meeting import Meeting
 from expertwire.kernels.state import DeviceMemory
 from expertwire.protocols.epoch_signal import unpack
 
 PHASES = {1: "dispatch send", 2: "dispatch receive", 3: "dispatch send", 4: "combine receive", 5: "combine receive"}
+LANES = ("dispatch", "combine")
 _MOST_SPINS = (1 << 31) - 1
 
 
@@ -22,20 +24,36 @@ class DeviceRuntime:
 
     def __init__(
         self, engine: DeviceEngine, memory: DeviceMemory, timeout_s: float | None, spins_per_s: float | None = None,
-        *, sharing: bool = True,
+        *, meeting: Meeting | None = None, sharing: bool = True,
     ) -> None:  # fmt: skip
-        """`sharing`: some ranks share a GPU."""
-        self.engine, self.memory, self._sharing = engine, memory, sharing
+        """Collective. `sharing`: some ranks share a GPU. Without a `meeting`, a rank that refuses the first call of a
+        kind keeps its peers waiting."""
+        self.engine, self.memory, self.meeting, self.sharing = engine, memory, meeting, sharing
         self.masked: set[int] = set()
         self.wait_s = np.zeros(engine.num_ranks)
         self.closed = False
         self._spins_per_s = spins_per_s or (engine.spins_per_second() if engine.num_ranks > 1 else 1e6)
-        self._launched: set[Hashable] = set()
+        self._known: set[Hashable] = set()
         self.rehearsing = False
         self._records = engine.state.mirror.numpy()
         self._clean = self._records.tobytes()
-        self._pinned = torch.empty(0, dtype=torch.int32)
+        self._refusals = engine.state.refusals.numpy()
+        self._told = self._refusals.copy()
+        on_cuda = engine.state.device.type == "cuda"
+        self._pinned = torch.zeros(
+            max(engine.state.num_counts, 2 * engine.state.tally.numel()), dtype=torch.int32, pin_memory=on_cuda
+        )
         self.timeout_s = timeout_s
+        self.compile(self._always)
+
+    def _always(self) -> None:
+        """What a call may need whatever its kind, also one that is refused."""
+        for lane in LANES:
+            self.engine.refuse(lane, 0)
+        self.engine.give_back(0)
+        for values in (self.engine.state.int32([0, 0]), self.engine.state.int32([0] * self.engine.state.num_counts)):
+            self.engine.export(values, self._pinned)
+        self.engine.export(self.engine.state.tally.view(torch.int32), self._pinned)
 
     @property
     def timeout_s(self) -> float | None:
@@ -48,26 +66,61 @@ class DeviceRuntime:
         spins = _MOST_SPINS if value is None else max(1, int(value * self._spins_per_s))
         self.engine.spin_limit = min(spins, _MOST_SPINS)
 
-    def launch(self, kind: str | tuple[object, ...], launches: Callable[[], None]) -> None:
-        """Run `launches`. The first time for a kind, kernels are compiled and loaded before. Where ranks share a GPU
-        they then meet: loading waits for the GPU, where another rank's kernel may wait for this rank. Collective then,
-        so a kind says only what is the same on all ranks."""
-        if kind not in self._launched:
-            if torch.cuda.is_current_stream_capturing():
-                raise TransportUnavailable(
-                    f"rank {self.engine.rank}: this kind of call cannot be captured before it has run once, since its "
-                    "kernels must be compiled and its memory shared: call it once outside of the capture"
-                )
-            self.engine.launch.compiling = True
-            try:
-                launches()
-            finally:
-                self.engine.launch.compiling = False
-            if self._sharing and self.engine.num_ranks > 1:
-                self.engine.state.meet("kernels", kind if isinstance(kind, str) else kind[0])
-            self._launched.add(kind)
+    def knows(self, kind: tuple[object, ...]) -> bool:
+        """Whether a call of this kind may be launched as it is."""
+        return kind in self._known
+
+    def meet(self, kind: tuple[object, ...], call: int, prepare: Callable[[], None]) -> None:
+        """Before the first call of a kind, `prepare` compiles and loads its kernels and shares memory on all ranks:
+        loading waits for the GPU, where another rank's kernel may wait for this rank. Collective then, so a kind says
+        only what is the same on all ranks. Its last field says whether gradients are needed; a kind without them is
+        known with it.
+
+        PeerRefused if a peer refuses this call: nothing was launched here.
+        """
+        if kind in self._known:
+            return
+        self._raise_if_capturing()
+        self._arrive(call, 0)
+        self.engine.state.meet("kernels", kind)
+        self.compile(prepare)
+        self._arrive(call, 1)
+        self._known |= {kind, (*kind[:-1], False)}
+
+    def _arrive(self, call: int, stage: int) -> None:
+        if self.meeting is not None:
+            refused = self.meeting.arrive(call, stage, self.timeout_s if stage == 0 else None)  # compilers take long
+            if refused:
+                raise PeerRefused(refusal(self.engine.rank, refused, "this call"), refused)
+        elif self.engine.num_ranks > 1:
+            self.memory.all_gather(None)
+
+    def launch(self, kind: tuple[object, ...], launches: Callable[[], None]) -> None:
+        """Run `launches`; the first time for a kind compile and load first, where ranks share a GPU all together. For
+        what follows on a call that all ranks have made: a rank that does not come would not be noticed."""
+        if kind not in self._known:
+            self._raise_if_capturing()
+            self.compile(launches)
+            if self.sharing and self.engine.num_ranks > 1:
+                self.engine.state.meet("kernels", kind[0])
+            self._known.add(kind)
         if not self.rehearsing:
             launches()
+
+    def compile(self, prepare: Callable[[], None]) -> None:
+        """What `prepare` launches is compiled and loaded, not run."""
+        before, self.engine.launch.compiling = self.engine.launch.compiling, True
+        try:
+            prepare()
+        finally:
+            self.engine.launch.compiling = before
+
+    def _raise_if_capturing(self) -> None:
+        if self.engine.state.capturing:
+            raise TransportUnavailable(
+                f"rank {self.engine.rank}: this kind of call cannot be captured before it has run once, since its "
+                "kernels must be compiled and its memory shared: call it once outside of the capture"
+            )
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
@@ -81,27 +134,51 @@ class DeviceRuntime:
     def read(self, values: torch.Tensor) -> list[int]:
         """int32 values of the device, once everything launched before is done. PeerTimeout if a kernel gave up."""
         size = values.numel()
-        if self._pinned.numel() < size:
-            self._pinned = torch.zeros(size, dtype=torch.int32, pin_memory=values.is_cuda)
-        self.launch(("export", size), lambda: self.engine.export(values, self._pinned))
-        if values.is_cuda:
+        self.engine.export(values, self._pinned)
+        self.synchronize()
+        return [int(n) for n in self._pinned[:size].tolist()]
+
+    def totals(self) -> tuple[list[int], list[int], int]:
+        """Rows sent and rows received, per peer, and dropped selections. Waits for the device."""
+        ranks = self.engine.num_ranks
+        self.read(self.engine.state.tally.view(torch.int32))
+        found = self._pinned.numpy()[: 4 * ranks + 2].view(np.int64).tolist()
+        return found[:ranks], found[ranks : 2 * ranks], found[2 * ranks]
+
+    def synchronize(self) -> None:
+        """Wait until everything launched before is done. PeerTimeout if a kernel gave up."""
+        if self.engine.state.device.type == "cuda":
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
             done.synchronize()
         self.raise_if_failed()
-        return [int(n) for n in self._pinned[:size].tolist()]
+
+    def has_news(self) -> bool:
+        """Whether `refused` has something to tell."""
+        return self._refusals.tobytes() != self._told.tobytes()
+
+    def refused(self, bank: int | None = None) -> list[tuple[int, int, int]]:
+        """What peers have refused since this was asked last, in this bank or all: (bank, lane, peer). Looks at host
+        memory only; complete after a synchronisation."""
+        mine = slice(None) if bank is None else slice(bank, bank + 1)
+        found = self._refusals[mine].copy()
+        changed = (found != self._told[mine]).nonzero()
+        self._told[mine] = found
+        return [(int(b) + (bank or 0), int(lane), int(peer)) for b, lane, peer in zip(*changed, strict=True)]
 
     def raise_if_failed(self) -> None:
         """PeerTimeout if a kernel gave up waiting. Looks at host memory only; complete after a synchronisation."""
         if self._records.tobytes() == self._clean:
             return
         missed, phase, spins = [], "dispatch send", 0
+        alive = self.meeting.alive if self.meeting is not None and not self.closed else lambda peer: None
         for peer, (code, wanted, seen, looks) in enumerate(self._records.tolist()):
             if code:
-                missed.append(MissedSignal(peer, unpack(wanted)[0], *unpack(seen), alive=None))
+                missed.append(MissedSignal(peer, unpack(wanted)[0], *unpack(seen), alive=alive(peer)))
                 phase, spins = PHASES[code], looks
         hint = "If the ranks are only slow (compiling, loading), raise buf.timeout_s."
-        raise PeerTimeout(self.engine.rank, phase, missed, spins / self._spins_per_s, hint)
+        error = PeerLost if any(m.alive is False for m in missed) else PeerTimeout
+        raise error(self.engine.rank, phase, missed, spins / self._spins_per_s, hint)
 
     def broken_guards(self) -> list[int]:
         """Device windows have no guards."""
@@ -113,3 +190,11 @@ class DeviceRuntime:
             self.closed = True
             torch.cuda.synchronize(self.engine.state.device)
             self.memory.close()
+            if self.meeting is not None:
+                self.meeting.close()
+
+
+def refusal(rank: int, peers: Sequence[int], what: str) -> str:
+    """The message of PeerRefused."""
+    names = ", ".join(map(str, peers))
+    return f"rank {rank}: {what} is void, since rank(s) {names} refused its arguments; the error raised there says why."

@@ -78,7 +78,7 @@ def _fp8_rows(wire: FP8Block, hidden: int) -> Rows:
 class Bank:
     """This bank's addresses on every rank [R], and the counters that its steps keep on the device."""
 
-    words: torch.Tensor
+    words: torch.Tensor  # [R + 1]: the last is the address of this bank's `refusals`
     counts: torch.Tensor
     sources: torch.Tensor
     epochs: torch.Tensor  # int64 [2]: dispatch, combine
@@ -126,6 +126,8 @@ class Step:
     offsets: torch.Tensor
     rank_counts: torch.Tensor
     num_rows: torch.Tensor  # [1]: arrived rows, one per (token, rank)
+    void: torch.Tensor  # [2]: how many ranks refused the dispatch, and the combine, made last with this plan
+    sent: torch.Tensor  # [R]: rows sent to each rank
     topk_idx: torch.Tensor
     topk_weights: torch.Tensor | None
     kept: list[Any] = field(default_factory=list)
@@ -145,9 +147,12 @@ class DeviceState:
         self.num_local_experts, self.most_local_experts = per_rank[self.rank], max(per_rank)
         self.window = DeviceWindow(self.num_ranks, self.num_experts, num_banks)
         self._own, addresses = memory.allocate(self.window.total_bytes)
+        on_cuda = self.device.type == "cuda"
+        # [bank, lane (dispatch, combine), peer]: the last step of the bank that the peer refused, told by kernels.
+        self.refusals = torch.zeros(num_banks, 2, self.num_ranks, dtype=torch.int64, pin_memory=on_cuda)
         self.banks = [
             Bank(
-                self.int64([a + self.window.words(bank) for a in addresses]),
+                self.int64([a + self.window.words(bank) for a in addresses] + [self.refusals[bank].data_ptr()]),
                 self.int64([a + self.window.counts(bank) for a in addresses]),
                 self.int64([a + self.window.sources(bank) for a in addresses]),
                 self.int64([0, 0]),
@@ -166,10 +171,10 @@ class DeviceState:
         room = self.num_ranks * capacity
         self.slot_offsets = self.int32([i * room for i in range(self.num_local_experts + 1)])
         self.slot_rooms = self.int32([room] * self.num_local_experts)
+        self.tally = self.int64([0] * (2 * self.num_ranks + 1))
         self._places: dict[tuple[object, ...], Places] = {}
         self._scratch: dict[str, torch.Tensor] = {}
         # One record per peer of the wait that gave up; in front of them the address of their mirror in host memory.
-        on_cuda = self.device.type == "cuda"
         self.mirror = torch.zeros(self.num_ranks, 4, dtype=torch.int64, pin_memory=on_cuda)
         records = self.int64([self.mirror.data_ptr(), 0, 0, 0] + [0] * 4 * self.num_ranks)
         self._records, self.status = records, records[4:]
@@ -268,6 +273,17 @@ class DeviceState:
         regions = sum(places.region.total_bytes * self.num_banks for places in self._places.values())
         return self.window.total_bytes + regions
 
+    def parts(self, values: list[int]) -> tuple[list[int], list[int], list[int], int, int]:
+        """Of a step's `counts`: per expert, padded, per rank, rows, and how many ranks refused the dispatch."""
+        experts, ranks = self.num_local_experts, 3 * self.num_local_experts + 1
+        rows = ranks + self.num_ranks
+        return values[:experts], values[experts : 2 * experts], values[ranks:rows], values[rows], values[rows + 1]
+
+    @property
+    def num_counts(self) -> int:
+        """How many int32 a step's `counts` are."""
+        return 3 * self.num_local_experts + 4 + 2 * self.num_ranks
+
     def step(
         self, bank: int, layout: Layout, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None, alignment: int = 1
     ) -> Step:
@@ -277,13 +293,13 @@ class DeviceState:
         sends_to = where
         if layout is Layout.COMPACT:
             sends_to = self.empty(torch.int64, num_tokens, min(ranks, self.num_topk))
-        counts = self.empty(torch.int32, 3 * num_local + 2 + ranks)
-        expert_counts, padded, offsets, rank_counts, num_rows = torch.split_with_sizes(
-            counts, (num_local, num_local, num_local + 1, ranks, 1)
+        counts = self.empty(torch.int32, self.num_counts)
+        expert_counts, padded, offsets, rank_counts, num_rows, void, sent = torch.split_with_sizes(
+            counts, (num_local, num_local, num_local + 1, ranks, 1, 2, ranks)
         )
         if layout is Layout.EXPERT_SLOTS:
             padded, offsets = self.slot_rooms, self.slot_offsets
         return Step(
             bank, layout, alignment, where, sends_to, counts, expert_counts, padded, offsets, rank_counts,
-            num_rows, topk_idx, topk_weights,
+            num_rows, void, sent, topk_idx, topk_weights,
         )  # fmt: skip

@@ -48,16 +48,20 @@ def send_values(values, where, value_bases, num_values, K: tl.constexpr, WIDTH: 
 
 @triton.jit(do_not_specialize=["num_values", "rank", "spin_limit"])
 def combine_values(
-    value_bases, where, out, word_bases, epochs, tickets, status, num_values, rank, spin_limit,
+    value_bases, where, out, void, word_bases, epochs, tickets, status, num_values, rank, spin_limit,
     R: tl.constexpr, RANKS: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """out [T, K]: the values at the rows, 0 where nothing was sent. num_values = T * K."""
+    """out [T, K]: the values at the rows, 0 where nothing was sent. num_values = T * K. Nothing, if the combine of the
+    rows before it was void."""
     block = tl.program_id(0)
     if R > 1:
+        taken = tl.load(void + 1) == 0
         epoch = tl.load(epochs) + 1
-        if block == 0:
-            signal(word_bases, COMBINE_READY, epoch, 0, rank, R, RANKS)
-        await_peers(word_bases, COMBINE_READY, epoch, rank, status, spin_limit, R, RANKS)
+        if taken:
+            if block == 0:
+                signal(word_bases, COMBINE_READY, epoch, 0, rank, R, RANKS)
+            await_peers(word_bases, COMBINE_READY, epoch, rank, status, spin_limit, R, RANKS)
+        num_values = tl.where(taken, num_values, 0)
     for chunk in range(block, tl.cdiv(num_values, ENTRIES), tl.num_programs(0)):
         entry = chunk * ENTRIES + tl.arange(0, ENTRIES).to(tl.int64)
         place = tl.load(where + entry, mask=entry < num_values, other=-1)
@@ -67,6 +71,7 @@ def combine_values(
     if R > 1:
         if ticket_acq_rel(tickets) == tl.num_programs(0) - 1:
             tl.store(tickets, 0)
-            tl.store(epochs, epoch)
-            signal(word_bases, COMBINE_DONE, epoch, 0, rank, R, RANKS)
-            await_peers(word_bases, COMBINE_DONE, epoch, rank, status, spin_limit, R, RANKS)
+            if taken:
+                tl.store(epochs, epoch)
+                signal(word_bases, COMBINE_DONE, epoch, 0, rank, R, RANKS)
+                await_peers(word_bases, COMBINE_DONE, epoch, rank, status, spin_limit, R, RANKS)

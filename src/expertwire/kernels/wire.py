@@ -43,7 +43,7 @@ def combine_encoded(
     engine.launch(
         logfmt.combine_logfmt, min(units, most) if engine.num_ranks > 1 or engine.strict_sms else units,
         memory.bases[step.bank], step.sends_to, step.topk_weights if weighted else None, *two, out,
-        bank.words, bank.epochs[1:], bank.tickets[1:], bank.epochs, engine.state.status,
+        step.void, bank.words, bank.epochs[1:], bank.tickets[1:], bank.epochs, engine.state.status,
         engine.rank, num_tokens, engine.spin_limit, memory.region.sf,
         R=engine.num_ranks, RANKS=pow2(engine.num_ranks), SENDS=step.sends_to.shape[1], CHUNK=chunk, PARTS=parts,
         hidden=engine.hidden, WEIGHTED=weighted, NUM_BIASES=len(biases), PUBLISH=publish, FINISH=finish,

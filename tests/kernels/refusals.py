@@ -1,0 +1,170 @@
+"""What every rank of a GPU's Buffer sees when one of them passes illegal arguments. `buf` as in `device_checks`."""
+
+import pytest
+import torch
+from device_checks import CAPACITY, COMPACT, EXPERTS, HIDDEN, SLOTS, TOPK, arrive, check_rank
+
+import expertwire as ew
+from expertwire.formats import BF16
+from expertwire.testing import assert_equal, random_rows, uniform_routing
+
+
+def inputs(buf, number):
+    """x [8, HIDDEN], topk_idx of this rank."""
+    device = buf.settings.device
+    x = random_rows(31 * number + buf.rank, 8, HIDDEN).to(device)
+    return x, uniform_routing(31 * number + buf.rank, 8, TOPK, EXPERTS).to(device)
+
+
+def one_batch(buf, number, **options):
+    """Dispatch and combine rows as they came: every token gets back its row once for each rank or expert it chose."""
+    x, ids = inputs(buf, number)
+    sent = received(buf.dispatch(x, ids, **options))
+    back = buf.combine(sent.x, sent.handle).x
+    arrive(buf.settings.device)
+    buf.synchronize()
+    chosen = ids.cpu()
+    if options.get("layout", COMPACT) is COMPACT:
+        owner = torch.tensor(buf.settings.placement.expert_ranks)
+        times = torch.tensor([len(set(row)) for row in owner[chosen].tolist()])
+    else:
+        times = torch.tensor([len(set(row)) for row in chosen.tolist()])
+    assert_equal(back.cpu(), (times[:, None].float() * x.cpu().float()).bfloat16())
+
+
+def received(sent):
+    return sent.hook() if sent.hook else sent
+
+
+def mistaken_dispatch(buf, offender, number, **options):
+    """A dispatch that `offender` calls with too many tokens."""
+    x, ids = inputs(buf, number)
+    if buf.rank != offender:
+        return buf.dispatch(x, ids, **options)
+    wide = torch.zeros(CAPACITY + 1, HIDDEN, dtype=torch.bfloat16, device=buf.settings.device)
+    with pytest.raises(ew.InvalidArgument, match="num_max_tokens_per_rank"):
+        buf.dispatch(wide, ids, **options)
+    return None
+
+
+def check_first_call(buf):
+    """Refused where peers still prepare the kind of call, twice; then as usual."""
+    for _ in range(2):
+        if buf.rank == 0:
+            mistaken_dispatch(buf, 0, 1)
+        else:
+            with pytest.raises(ew.PeerRefused) as caught:
+                mistaken_dispatch(buf, 0, 1)
+            assert caught.value.peers == (0,)
+    x, ids = inputs(buf, 2)
+    sent = buf.dispatch(x, ids)
+    if buf.rank == 0:
+        with pytest.raises(ew.InvalidArgument):
+            buf.combine(sent.x[:, : HIDDEN // 2].contiguous(), sent.handle)
+    else:
+        with pytest.raises(ew.PeerRefused) as caught:
+            buf.combine(sent.x, sent.handle)
+        assert caught.value.peers == (0,)
+    sent.handle.release()
+    one_batch(buf, 2)
+
+
+def check_host_counts(buf, **options):
+    """Refused once the kind is known: every rank learns of it in that call, and the next one works, in every bank."""
+    one_batch(buf, 0, **options)
+    for number in range(1, 4):
+        offender = number % buf.num_ranks
+        if buf.rank == offender:
+            mistaken_dispatch(buf, offender, number, **options)
+        else:
+            with pytest.raises(ew.PeerRefused) as caught:
+                received(mistaken_dispatch(buf, offender, number, **options))
+            assert caught.value.peers == (offender,)
+        one_batch(buf, number, **options)
+
+
+def check_device_counts(buf, **options):
+    """Peers do not know when the call returns, nor at its combine, which does nothing on any rank."""
+    options |= {"counts": "device"}
+    one_batch(buf, 0, **options)
+    for number in range(1, 4):
+        offender = number % buf.num_ranks
+        refused_by = None
+        try:
+            sent = mistaken_dispatch(buf, offender, number, **options)
+            if sent is not None:
+                buf.combine(sent.x, sent.handle)
+            buf.synchronize()
+        except ew.PeerRefused as error:
+            refused_by = error.peers
+        assert refused_by == (None if buf.rank == offender else (offender,))
+        one_batch(buf, number, **options)
+
+
+def check_cached(buf):
+    """A repeated routing has no exchange of counts: peers have sent their rows already when they learn of it."""
+    x, ids = inputs(buf, 3)
+    sent = buf.dispatch(x, ids)
+    want = sent.x.clone()
+    buf.combine(sent.x, sent.handle)
+    assert_equal(buf.dispatch(x, handle=sent.handle).x.cpu(), want.cpu())
+    for _ in range(3):
+        if buf.rank == 1:
+            with pytest.raises(ew.InvalidArgument, match="its handle"):
+                buf.dispatch(x[:3].contiguous(), handle=sent.handle)
+        else:
+            with pytest.raises(ew.PeerRefused):
+                buf.dispatch(x, handle=sent.handle)
+        assert_equal(buf.dispatch(x, handle=sent.handle).x.cpu(), want.cpu())
+        buf.combine(sent.x, sent.handle)
+    buf.synchronize()
+    one_batch(buf, 4)
+
+
+def check_combine(buf):
+    """A combine of which one rank gets the shape, or the handle, wrong."""
+    one_batch(buf, 0)
+    for wrong in ("shape", "handle"):
+        x, ids = inputs(buf, 1)
+        sent = buf.dispatch(x, ids)
+        if buf.rank == 1:
+            given = (sent.x, "no handle") if wrong == "handle" else (sent.x[:, : HIDDEN // 2].contiguous(), sent.handle)
+            with pytest.raises((ew.InvalidArgument, ew.HandleError)):
+                buf.combine(*given)
+            buf.synchronize()
+            sent.handle.release()
+        else:
+            buf.combine(sent.x, sent.handle)
+            with pytest.raises(ew.PeerRefused) as caught:
+                buf.synchronize()
+            assert caught.value.peers == (1,)
+        one_batch(buf, 2)
+
+
+def check_zero_copy(buf):
+    """The views of a void dispatch are given back, whether its combine was called or not."""
+    one_batch(buf, 0, layout=SLOTS, counts="device", zero_copy=True)
+    for number in range(1, 4):
+        refused = False
+        try:
+            sent = mistaken_dispatch(buf, 0, number, layout=SLOTS, counts="device", zero_copy=True)
+            if sent is not None and number % 2:
+                buf.combine(sent.x, sent.handle)
+            buf.synchronize()
+        except ew.PeerRefused:
+            refused = True
+        assert refused == (buf.rank != 0)
+    one_batch(buf, 7, layout=SLOTS, counts="device", zero_copy=True)
+
+
+def check_all(buf):
+    check_first_call(buf)
+    check_host_counts(buf)
+    check_host_counts(buf, layout=SLOTS)
+    check_host_counts(buf, layout=SLOTS, defer_receive=True)
+    check_device_counts(buf)
+    check_device_counts(buf, layout=SLOTS)
+    check_cached(buf)
+    check_combine(buf)
+    check_zero_copy(buf)
+    check_rank(buf, COMPACT, BF16(), steps=1)

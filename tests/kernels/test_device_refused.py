@@ -1,0 +1,41 @@
+"""Calls that one rank refuses, on a device: kernels in the interpreter and one process per rank."""
+
+import importlib.util
+
+import pytest
+import refusals
+import torch
+from interpreted_buffer import interpreted_buffer
+
+from expertwire.testing import Processes
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+
+@pytest.fixture(scope="module")
+def processes():
+    with Processes(3) as crew:
+        yield crew
+
+
+def rank_work(group, check, options):
+    buf = interpreted_buffer(group)
+    getattr(refusals, f"check_{check}")(buf, **options)
+    torch.distributed.barrier(group)
+
+
+CASES = [
+    ("first_call", {}, 3),
+    ("host_counts", {}, 3),
+    ("host_counts", {"layout": refusals.SLOTS, "defer_receive": True}, 2),
+    ("device_counts", {}, 2),
+    ("device_counts", {"layout": refusals.SLOTS}, 2),
+    ("cached", {}, 2),
+    ("combine", {}, 3),
+    ("zero_copy", {}, 2),
+]
+
+
+@pytest.mark.parametrize(("check", "options", "num_ranks"), CASES)
+def test_refused(processes, check, options, num_ranks):
+    processes.run(rank_work, check, options, num_ranks=num_ranks, timeout_s=120)

@@ -1,0 +1,142 @@
+"""Calls that one rank refuses, on a GPU, and ranks that are gone: virtual ranks of one World, and processes."""
+
+import importlib.util
+import os
+import signal
+import time
+
+import pytest
+
+# Loading a kernel waits for the device, where a rank of the same process may be waiting for the one that loads.
+os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+
+import refusals
+import torch
+from device_checks import CAPACITY, COMPACT, EXPERTS, HIDDEN, SLOTS, TOPK, arrive
+
+import expertwire as ew
+from expertwire.testing import Processes, run_processes
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU"),
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
+]
+CHECKS = [
+    ("first_call", {}),
+    ("host_counts", {}),
+    ("host_counts", {"layout": SLOTS}),
+    ("host_counts", {"layout": SLOTS, "defer_receive": True}),
+    ("device_counts", {}),
+    ("device_counts", {"layout": SLOTS}),
+    ("cached", {}),
+    ("combine", {}),
+    ("zero_copy", {}),
+]
+
+
+def buffer(group, **options):
+    options = {"timeout_s": 8.0, "num_max_tokens_per_rank": CAPACITY} | options
+    return ew.Buffer(group, num_experts=EXPERTS, hidden=HIDDEN, num_topk=TOPK, device="cuda", **options)
+
+
+def warm(device):
+    """Load torch's kernels of these checks: one that is loaded while another rank's kernel waits would hold both up."""
+    ids = torch.zeros(8, TOPK, dtype=torch.int64, device=device)
+    (torch.zeros(8, HIDDEN, dtype=torch.bfloat16, device=device)[:, : HIDDEN // 2].contiguous(), ids.cpu())
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize(("check", "options"), CHECKS, ids=str)
+def test_refused(num_ranks, check, options):
+    def rank_work(rank):
+        warm("cuda")
+        with buffer(rank) as buf:
+            getattr(refusals, f"check_{check}")(buf, **options)
+
+    ew.World(num_ranks, device="cuda").run(rank_work)
+
+
+def test_one_rank_alone_goes_on():
+    def rank_work(rank):
+        with buffer(rank) as buf:
+            for number in range(3):
+                refusals.mistaken_dispatch(buf, 0, number, layout=SLOTS)
+                refusals.one_batch(buf, number, layout=SLOTS)
+
+    ew.World(1, device="cuda").run(rank_work)
+
+
+def all_checks(group):
+    torch.cuda.set_device(0)
+    with buffer(group, timeout_s=60.0) as buf:
+        refusals.check_all(buf)
+
+
+def test_processes():
+    run_processes(2, all_checks)
+
+
+def test_no_refusal_inside_a_capture():
+    def rank_work(rank):
+        with buffer(rank) as buf:
+            refusals.one_batch(buf, 0, layout=SLOTS)
+            _, ids = refusals.inputs(buf, 1)
+            wide = torch.zeros(CAPACITY + 1, HIDDEN, dtype=torch.bfloat16, device="cuda")
+            with pytest.raises(ew.InvalidArgument), torch.cuda.graph(torch.cuda.CUDAGraph()):
+                buf.dispatch(wide, ids, layout=SLOTS, counts="device")
+            refusals.one_batch(buf, 2, layout=SLOTS)
+
+    ew.World(1, device="cuda").run(rank_work)
+
+
+def dies_between_dispatch_and_combine(group):
+    """Rank 1 is killed; rank 0 gives up in bounded time, can use nothing any more, and closes."""
+    torch.cuda.set_device(0)
+    buf = buffer(group, timeout_s=5.0)
+    refusals.one_batch(buf, 0, layout=COMPACT)
+    x, ids = refusals.inputs(buf, 1)
+    sent = buf.dispatch(x, ids)
+    if buf.rank == 1:
+        torch.cuda.synchronize()
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    buf.combine(sent.x, sent.handle)
+    with pytest.raises(ew.PeerTimeout) as caught:
+        buf.synchronize()
+    took = time.monotonic() - began
+    with pytest.raises(ew.BufferClosed):
+        buf.dispatch(x, ids)
+    buf.close()
+    return took, caught.value.peers, isinstance(caught.value, ew.PeerLost)
+
+
+def test_a_killed_process_is_named_in_bounded_time():
+    with Processes(2) as crew:
+        survivor, killed = crew.outcomes(dies_between_dispatch_and_combine, timeout_s=120)
+    assert killed.exit_code == -signal.SIGKILL
+    assert survivor.ok, survivor.error
+    took, peers, lost = survivor.value
+    assert took < 60
+    assert peers == (1,)
+    assert lost
+
+
+def test_a_time_out_is_raised_by_the_next_call_and_closing_ends():
+    def rank_work(rank):
+        buf = buffer(rank, timeout_s=0.5)
+        refusals.one_batch(buf, 0)
+        rank.barrier()
+        if rank.rank == 0:
+            x, ids = refusals.inputs(buf, 1)
+            buf.dispatch(x, ids, counts="device")
+            arrive("cuda")
+            with pytest.raises(ew.PeerTimeout) as caught:
+                buf.dispatch(x, ids, counts="device")
+            assert caught.value.peers == (1,)
+            with pytest.raises(ew.BufferClosed):
+                buf.dispatch(x, ids, counts="device")
+            buf.close()
+        rank.barrier()
+
+    ew.World(2, device="cuda").run(rank_work)
