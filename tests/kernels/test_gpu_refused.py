@@ -13,6 +13,7 @@ os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 import refusals
 import torch
 from device_checks import CAPACITY, COMPACT, EXPERTS, HIDDEN, SLOTS, TOPK, arrive
+from statistics_checks import check_statistics
 
 import expertwire as ew
 from expertwire.testing import Processes, run_processes
@@ -75,6 +76,15 @@ def all_checks(group):
 
 def test_processes():
     run_processes(2, all_checks)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_statistics(num_ranks):
+    def rank_work(rank):
+        with buffer(rank) as buf:
+            check_statistics(buf)
+
+    ew.World(num_ranks, device="cuda").run(rank_work)
 
 
 def test_no_refusal_inside_a_capture():
