@@ -7,6 +7,7 @@ window: unless the receive half is deferred, it is read where the caller keeps i
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -122,6 +123,7 @@ class Meeting:
 
 Place = tuple[int, int]  # where in the reader's outputs payload and scale factors of a writer's first row go
 IN_WINDOW: Place = (-1, -1)
+_PLACE = struct.Struct("<qq")
 
 
 def _put_rows(
@@ -235,15 +237,13 @@ def meet(
     layout, bank, windows = runtime.layout, lane.bank(epoch), runtime.transport.windows
     given = rendezvous.places(lane).name
 
-    def place_in(window: Array, reader: int) -> Array:
-        at = layout.place_record(bank, reader)
-        return window[at : at + 16].view(np.int64)
-
     def put(peer: int, region: Region, count: int) -> Segments:
         if region.lane == given:
-            place_in(windows[peer], runtime.rank)[:] = places[peer]
+            _PLACE.pack_into(windows[peer].data, layout.place_record(bank, runtime.rank), *places[peer])
             return []
-        payload, sf = IN_WINDOW if peer in meeting.deferring else place_in(runtime.own, peer).tolist()
+        payload, sf = IN_WINDOW
+        if peer not in meeting.deferring:
+            payload, sf = _PLACE.unpack_from(runtime.own.data, layout.place_record(bank, peer))
         if payload < 0:
             records = runtime.base[peer] + layout.dispatch_rows(bank, runtime.rank)
             _put_rows(runtime, sent.routing, sent.rows, peer, records, records + row.sf, (row.stride, row.stride))

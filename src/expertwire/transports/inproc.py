@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from expertwire.errors import PeerLost, WorldAborted
+from expertwire.errors import PeerLost, TransportUnavailable, WorldAborted
 from expertwire.transports.base import Bootstrap, Transport, require_memory
 
 _NORESERVE = 0x4000 if sys.platform.startswith("linux") else 0  # pages count when touched; not in Python's mmap
@@ -133,6 +133,9 @@ class Inproc(Transport):
 def _pages(num_bytes: int) -> NDArray[np.uint8]:
     if num_bytes == 0:
         return np.empty(0, np.uint8)
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+    try:
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+    except OSError as error:
+        raise TransportUnavailable(f"cannot map outputs of {num_bytes} bytes: {error}") from error
     memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8)
