@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from types import TracebackType
 from typing import Any, Literal
@@ -35,6 +35,7 @@ from expertwire.topology import Placement
 from expertwire.transports.base import Bootstrap
 from expertwire.world import bootstrap, device_unavailable
 
+_EVERYTHING = tuple({"layout": layout, "counts": counts} for layout in Layout for counts in ("host", "device"))
 Tensors = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -259,6 +260,32 @@ class Buffer:
             raise TransportUnavailable("combine_input is offered on GPUs only; on the CPU pass any tensor to combine")
         found: torch.Tensor = self._combine.inputs(handle)
         return found
+
+    def warmup(self, *calls: Mapping[str, Any], progress: Callable[[int, int], None] | None = None) -> None:
+        """Make every kernel and all memory ready that calls of these kinds need, so that the first of them takes no
+        longer than the others and, on a GPU, can be captured. Collective.
+
+        calls      keyword arguments of dispatch, such as {"layout": Layout.EXPERT_SLOTS, "wire": FP8Block(), "counts":
+                   "device"}; without any: every layout, bfloat16, counts on the host and on the device
+        progress   is told (kinds done, kinds) after each
+
+        Runs a dispatch of no tokens and its combine for each, with int64 ids and with weights.
+        """
+        device, calls = self.settings.device, calls or _EVERYTHING
+        x = torch.empty(0, self.settings.hidden, dtype=torch.bfloat16, device=device)
+        ids = torch.empty(0, self.settings.num_topk, dtype=torch.int64, device=device)
+        weights = torch.empty(0, self.settings.num_topk, device=device)
+        for done, call in enumerate(calls, 1):
+            deferred = bool(call.get("defer_receive"))
+            sent = self.dispatch(x, ids, weights, **call)
+            sent = sent.hook() if sent.hook else sent
+            y = torch.empty(*sent.x.shape[:-1], self.settings.hidden, dtype=torch.bfloat16, device=device)
+            back = self.combine(y, sent.handle, defer_receive=deferred)
+            if back.hook:
+                back.hook()
+            if progress is not None:
+                progress(done, len(calls))
+        self.synchronize()
 
     def synchronize(self) -> None:
         """Wait until this rank's calls are done, and raise what they met: on a GPU they return before that.

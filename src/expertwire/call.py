@@ -83,7 +83,10 @@ class _Hook(Generic[R]):
             made, complete = self._pending
             self._pending = None
             try:
-                made.__dict__.update(complete())
+                rest = complete()
+                if "_lazy" in rest:
+                    made.__dict__.pop("event", None)  # asked for after the send half: it has another one now
+                made.__dict__.update(rest)
             except BaseException as error:
                 self._failure = error
                 raise

@@ -68,7 +68,7 @@ class Combiner:
             combined, returned = self._tie(plan, sums) if sums.needs_grad else (sums.x, sums.weights)
             return {"x": combined, "topk_weights": returned, "num_missing": sums.num_missing}
 
-        return record(Combined, complete, defer_receive)
+        return record(Combined, complete, defer_receive, event=None)
 
     def _plan(self, x: Any, handle: Handle, topk_weights: Any, bias: Any, reduce: Any, wire: Any) -> _Plan:
         rank, settings, placed = self._rank, self._settings, handle._arrived

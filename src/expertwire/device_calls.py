@@ -124,9 +124,9 @@ class DeviceDispatcher:
                 )
                 if weights is not None:
                     fields["topk_weights"] = weights
-            return fields | counted | {"_lazy": routing}
+            return fields | counted | {"_lazy": routing | steps.event()}
 
-        return record(Dispatched, complete, defer_receive, handle=handle)
+        return record(Dispatched, complete, defer_receive, handle=handle, _lazy=steps.event() if defer_receive else {})
 
     def _finish(self, epoch: int, bank: int) -> None:
         """Peers may write this bank again."""

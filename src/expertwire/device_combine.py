@@ -145,9 +145,9 @@ class DeviceCombiner:
             fields = (out, returned)
             if differentiable:
                 fields = self._gradients.tie_combine(handle, x, topk_weights, biases, out, returned, kept)
-            return {"x": fields[0], "topk_weights": fields[1], "num_missing": 0}
+            return {"x": fields[0], "topk_weights": fields[1], "num_missing": 0, "_lazy": steps.event()}
 
-        return record(Combined, complete, defer_receive)
+        return record(Combined, complete, defer_receive, _lazy=steps.event() if defer_receive else {})
 
     def _inputs(
         self, y: torch.Tensor, step: Step, *, shared: bool, encoded: bool

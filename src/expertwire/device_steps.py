@@ -65,6 +65,14 @@ class DeviceSteps:
             self._failure = error
             raise
 
+    def event(self) -> dict[str, Callable[[], torch.cuda.Event | None]]:
+        """Makes the `event` of a record, of what has been launched on the current stream so far."""
+        device = self.engine.state.device
+        if device.type == "cpu":
+            return {"event": lambda: None}
+        stream: int = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
+        return {"event": lambda: torch.cuda.ExternalStream(stream, device=device).record_event()}  # type: ignore[no-untyped-call]
+
     # -- refused steps -------------------------------------------------------------------------------------------
 
     def call(self, lane: str) -> int:

@@ -81,7 +81,7 @@ class Dispatcher:
                 plan.handle._on_finish = (lambda: self._steps.end_dispatch(epoch)) if zero_copy else None
             return self._fields(plan, received)
 
-        return record(Dispatched, complete, defer_receive, handle=plan.handle)
+        return record(Dispatched, complete, defer_receive, handle=plan.handle, event=None)
 
     # -- checks --------------------------------------------------------------------------------------------------
 

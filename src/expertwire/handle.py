@@ -47,8 +47,19 @@ class Handle:
         return f"Handle({self.layout.value}, {self.num_tokens} tokens, {state})"
 
 
+class _Record:
+    """Some fields are made when they are asked for; of a deferred record most are not there yet."""
+
+    def __getattr__(self, name: str) -> Any:
+        make = self.__dict__.get("_lazy", {}).get(name)
+        if make is None:
+            raise _not_yet(self, name)
+        self.__dict__[name] = make()
+        return self.__dict__[name]
+
+
 @dataclass(frozen=True)
-class Dispatched:
+class Dispatched(_Record):
     """What one rank received. R ranks, L local experts, K top-k slots, H hidden.
 
     x                           COMPACT, EXPERT_MAJOR: [rows, H]; EXPERT_SLOTS: [L, R * capacity, H]. bfloat16, or the
@@ -64,11 +75,14 @@ class Dispatched:
     num_tokens_per_rank         [R] int32: rows received from each source rank (one per token)
     num_..._list                the same as host lists; None with counts="device"
     handle                      for combine and cached dispatch
-    event                       None on the CPU, where work is done at return
+    event                       on a GPU, a torch.cuda.Event that is complete when this call's work is, for other
+                                streams to wait for: recorded on the call's stream when it is first asked for. None on
+                                the CPU, where work is done at return
     hook                        with `defer_receive`: call it to receive; it completes this record and returns it
     missing_ranks               masked ranks, whose rows are not here
 
-    Of a deferred record only `handle` and `hook` can be used before `hook()` has filled in the rest.
+    Of a deferred record only `handle`, `event` (of the send half) and `hook` can be used before `hook()` has filled in
+    the rest.
     """
 
     x: torch.Tensor
@@ -84,20 +98,13 @@ class Dispatched:
     num_padded_tokens_per_expert_list: list[int] | None
     num_tokens_per_rank_list: list[int] | None
     handle: Handle
-    event: None = None
+    event: torch.cuda.Event | None
     hook: Callable[[], Dispatched] | None = None
     missing_ranks: tuple[int, ...] = ()
 
-    def __getattr__(self, name: str) -> Any:
-        make = self.__dict__.get("_lazy", {}).get(name)  # on a device, made when asked for
-        if make is None:
-            raise _not_yet(self, name)
-        self.__dict__[name] = make()
-        return self.__dict__[name]
-
 
 @dataclass(frozen=True)
-class Combined:
+class Combined(_Record):
     """What one rank got back for its T tokens.
 
     x               [T, H] bfloat16
@@ -108,12 +115,9 @@ class Combined:
 
     x: torch.Tensor
     topk_weights: torch.Tensor | None
+    event: torch.cuda.Event | None
     num_missing: int = 0
-    event: None = None
     hook: Callable[[], Combined] | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        raise _not_yet(self, name)
 
 
 def _not_yet(record: object, name: str) -> AttributeError:

@@ -134,6 +134,52 @@ def test_capture_before_the_first_call_is_refused():
     ew.World(1, device="cuda").run(rank_work)
 
 
+def test_after_warmup_the_first_call_can_be_captured():
+    call = {"layout": SLOTS, "wire": FP8Block(decode=True), "counts": "device", "zero_copy": True}
+
+    def rank_work(rank):
+        with buffer(rank, max_in_flight=1) as buf:
+            buf.warmup(call)
+            x = random_rows(3, CAPACITY, HIDDEN).cuda()
+            ids = uniform_routing(4, CAPACITY, TOPK, EXPERTS).cuda()
+            weights = torch.ones(CAPACITY, TOPK, device="cuda")
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                sent = buf.dispatch(x, ids, weights, **call)
+                out = buf.combine(sent.x, sent.handle).x
+            graph.replay()
+            rows = FP8Block().decode_bfloat16(*FP8Block().encode(x.cpu()), HIDDEN)
+            assert_equal(out.cpu(), (rows.float() * TOPK).bfloat16())
+
+    ew.World(1, device="cuda").run(rank_work)
+
+
+def test_another_stream_waits_for_the_event_of_a_call():
+    def rank_work(rank):
+        with buffer(rank) as buf:
+            x = random_rows(5, CAPACITY, HIDDEN).cuda()
+            ids = torch.zeros(CAPACITY, TOPK, dtype=torch.int64, device="cuda")
+            ids[:, 1:] = -1
+            side = torch.cuda.Stream()
+            for _ in range(20):
+                sent = buf.dispatch(x, ids, layout=COMPACT, counts="device", defer_receive=True)
+                assert isinstance(sent.event, torch.cuda.Event)
+                sent = sent.hook()
+                side.wait_event(sent.event)
+                with torch.cuda.stream(side):
+                    copy = sent.x.clone()
+                back = buf.combine(sent.x, sent.handle)
+                side.wait_event(back.event)
+                with torch.cuda.stream(side):
+                    total = back.x.clone()
+                side.synchronize()
+                assert_equal(copy[:CAPACITY].cpu(), x.cpu())
+                assert_equal(total.cpu(), x.cpu())
+                sent.x.zero_()
+
+    ew.World(1, device="cuda").run(rank_work)
+
+
 def test_a_rank_that_never_comes_is_named():
     def rank_work(rank):
         buf = buffer(rank, timeout_s=0.5)
