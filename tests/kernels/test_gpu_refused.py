@@ -87,6 +87,7 @@ def test_statistics(num_ranks):
     ew.World(num_ranks, device="cuda").run(rank_work)
 
 
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
 def test_no_refusal_inside_a_capture():
     def rank_work(rank):
         with buffer(rank) as buf:
