@@ -84,7 +84,7 @@ class _Hook(Generic[R]):
             self._pending = None
             try:
                 rest = complete()
-                if "_lazy" in rest:
+                if "event" in rest.get("_lazy", ()):
                     made.__dict__.pop("event", None)  # asked for after the send half: it has another one now
                 made.__dict__.update(rest)
             except BaseException as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -195,35 +196,28 @@ class Dispatcher:
     # -- the record ----------------------------------------------------------------------------------------------
 
     def _fields(self, plan: _Plan, received: Received) -> dict[str, Any]:
+        """What is not read takes no time: routing and counts become tensors and lists when they are asked for."""
         placed = received.placed
         arrivals, num_rows = placed.arrivals, placed.num_rows
         x, sf = self._typed(plan, received)
-        topk_idx = topk_weights = row_source = offsets = None
-        if plan.arrangement.layout is Layout.COMPACT:
-            topk_idx = _padded(arrivals.topk_idx, num_rows, -1)
-            topk_weights = _padded(arrivals.weights, num_rows, 0) if plan.routing.weighted else None
-        else:
-            row_source = torch.from_numpy(placed.row_source()).view(*x.shape[:-1], 3)
-            offsets = torch.from_numpy(placed.offsets.astype(np.int32))
+        compact, weighted = placed.layout is Layout.COMPACT, plan.routing.weighted
+        on_host, shape = not plan.arrangement.fixed_size, (*x.shape[:-1], 3)
+        lazy: dict[str, Callable[[], Any]] = {
+            "topk_idx": lambda: _padded(arrivals.topk_idx, num_rows, -1) if compact else None,
+            "topk_weights": lambda: _padded(arrivals.weights, num_rows, 0) if compact and weighted else None,
+            "row_source": lambda: None if compact else torch.from_numpy(placed.row_source()).view(shape),
+            "expert_offsets": lambda: None if compact else _int32(placed.offsets),
+            "num_tokens_per_expert": lambda: _int32(placed.counts),
+            "num_padded_tokens_per_expert": lambda: _int32(placed.padded_counts),
+            "num_tokens_per_rank": lambda: _int32(arrivals.rows_per_peer),
+            "num_tokens_per_expert_list": lambda: placed.counts.tolist() if on_host else None,
+            "num_padded_tokens_per_expert_list": lambda: placed.padded_counts.tolist() if on_host else None,
+            "num_tokens_per_rank_list": lambda: arrivals.rows_per_peer.tolist() if on_host else None,
+        }
+        fields: dict[str, Any] = {"missing_ranks": tuple(sorted(self._engine.runtime.masked)), "_lazy": lazy}
         if received.needs_grad:
-            x, topk_weights = self._tie(plan, placed, x, topk_weights)
-        counts = {
-            "num_tokens_per_expert": placed.counts,
-            "num_padded_tokens_per_expert": placed.padded_counts,
-            "num_tokens_per_rank": arrivals.rows_per_peer,
-        }
-        on_host = not plan.arrangement.fixed_size
-        return {
-            "x": x,
-            "sf": sf,
-            "topk_idx": topk_idx,
-            "topk_weights": topk_weights,
-            "row_source": row_source,
-            "expert_offsets": offsets,
-            "missing_ranks": tuple(sorted(self._engine.runtime.masked)),
-            **{name: torch.from_numpy(n.astype(np.int32)) for name, n in counts.items()},
-            **{f"{name}_list": n.tolist() if on_host else None for name, n in counts.items()},
-        }
+            x, fields["topk_weights"] = self._tie(plan, placed, x, lazy["topk_weights"]())
+        return fields | {"x": x, "sf": sf}
 
     def _typed(self, plan: _Plan, received: Received) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Received bytes as tensors of the wire format, in the shape of the layout."""
@@ -266,6 +260,10 @@ class Dispatcher:
         outputs = [x] if topk_weights is None else [x, topk_weights]
         tied, plan.handle._edge = attach(plan.handle._edge, outputs, (plan.x, plan.topk_weights), backward)
         return tied[0], None if topk_weights is None else tied[1]
+
+
+def _int32(values: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(values.astype(np.int32))
 
 
 def _padded(values: np.ndarray, num_rows: int, filler: int) -> torch.Tensor:
