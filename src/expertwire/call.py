@@ -102,9 +102,10 @@ class _Hook(Generic[R]):
 def record(kind: type[R], complete: Callable[[], dict[str, Any]], deferred: bool, **known: Any) -> R:
     """A frozen record: filled in now, or, if `deferred`, by its hook()."""
     made = object.__new__(kind)
-    hook = _Hook(made, complete)
-    made.__dict__.update(known, hook=hook if deferred else None)
-    return made if deferred else hook()
+    made.__dict__.update(known, hook=_Hook(made, complete) if deferred else None)
+    if not deferred:
+        made.__dict__.update(complete())
+    return made
 
 
 def as_rows(grad: torch.Tensor | None, num_rows: int, hidden: int) -> torch.Tensor:

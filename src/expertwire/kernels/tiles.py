@@ -7,6 +7,7 @@ compiled at first for all tiles that a number of tokens up to the capacity may g
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple
 
 from expertwire._math import ceil_div
@@ -31,6 +32,7 @@ def all_tiles(choose: Callable[[int], Tile], capacity: int) -> set[Tile]:
     return {choose(num_tokens) for num_tokens in range(capacity + 1)}
 
 
+@lru_cache(maxsize=4096)
 def slots_tile(num_tokens: int, lines: int, block: int, num_sms: int, num_ranks: int) -> Tile:
     """`dispatch_slots`: about one block per SM, with a row of `lines` lines of `block` values or a part of one."""
     part = pow2(lines)
@@ -41,6 +43,7 @@ def slots_tile(num_tokens: int, lines: int, block: int, num_sms: int, num_ranks:
     return Tile(1, part, max(2, min(4 if crowded else 8, part * block // 512)))
 
 
+@lru_cache(maxsize=4096)
 def send_tile(
     num_tokens: int, row_bytes: int, lines: int, num_sms: int, most_rows: int, strict: bool, fp8: bool
 ) -> Tile:
@@ -53,6 +56,7 @@ def send_tile(
     return Tile(rows, lines, max(4, min(most_warps, rows * row_bytes // 2048)))
 
 
+@lru_cache(maxsize=4096)
 def combine_tile(num_tokens: int, hidden: int, num_sms: int, strict: bool) -> Tile:
     """`combine_gather`. Few tokens: many small blocks. A strict budget: one block per SM with four rows in 32 warps."""
     whole = pow2(hidden)
