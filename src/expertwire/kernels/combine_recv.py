@@ -22,7 +22,7 @@ from expertwire.kernels.combine_send import publish_rows
 from expertwire.kernels.combine_sum import sum_ranks, sum_rows
 from expertwire.kernels.memory import ticket_acq_rel
 from expertwire.kernels.profile import combine_gather_bytes
-from expertwire.kernels.routing import COMBINE_DONE, COMBINE_READY, DONE, await_peers, signal
+from expertwire.kernels.routing import COMBINE_READY, DONE, await_peers, end_combine, signal
 
 
 @triton.jit(do_not_specialize=["rank", "num_tokens", "spin_limit"], launch_metadata=combine_gather_bytes)
@@ -76,6 +76,4 @@ def combine_gather(
             if FINISH:
                 signal(word_bases, DONE, tl.load(dispatch_epochs), 0, rank, R, RANKS)
             if taken:
-                tl.store(epochs, epoch)
-                signal(word_bases, COMBINE_DONE, epoch, 0, rank, R, RANKS)
-                await_peers(word_bases, COMBINE_DONE, epoch, rank, status, spin_limit, R, RANKS)
+                end_combine(word_bases, epochs, epoch, rank, status, spin_limit, R, RANKS)

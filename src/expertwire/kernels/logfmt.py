@@ -18,12 +18,12 @@ import triton.language as tl
 from expertwire.formats import logfmt
 from expertwire.kernels.memory import ticket_acq_rel
 from expertwire.kernels.routing import (
-    COMBINE_DONE,
     COMBINE_READY,
     DONE,
     WHERE_RANK,
     WHERE_ROW,
     await_peers,
+    end_combine,
     signal,
 )
 
@@ -217,6 +217,4 @@ def combine_logfmt(
             if FINISH:
                 signal(word_bases, DONE, tl.load(dispatch_epochs), 0, rank, R, RANKS)
             if taken:
-                tl.store(epochs, epoch)
-                signal(word_bases, COMBINE_DONE, epoch, 0, rank, R, RANKS)
-                await_peers(word_bases, COMBINE_DONE, epoch, rank, status, spin_limit, R, RANKS)
+                end_combine(word_bases, epochs, epoch, rank, status, spin_limit, R, RANKS)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from expertwire.kernels.routing import COMBINE_DONE, COMBINE_READY, COUNTS, DONE, READY, await_peers, signal
+from expertwire.kernels.routing import COMBINE_READY, COUNTS, DONE, READY, await_peers, end_combine, signal
 
 
 @triton.jit(do_not_specialize=["rank", "spin_limit"])
@@ -32,7 +32,5 @@ def refuse_dispatch(word_bases, epochs, status, rank, spin_limit, R: tl.constexp
 def refuse_combine(word_bases, epochs, status, rank, spin_limit, R: tl.constexpr, RANKS: tl.constexpr):
     """Ends as combine does, when all peers are through with this step."""
     epoch = tl.load(epochs) + 1
-    tl.store(epochs, epoch)
     signal(word_bases, COMBINE_READY, epoch, -1, rank, R, RANKS)
-    signal(word_bases, COMBINE_DONE, epoch, 0, rank, R, RANKS)
-    await_peers(word_bases, COMBINE_DONE, epoch, rank, status, spin_limit, R, RANKS)
+    end_combine(word_bases, epochs, epoch, rank, status, spin_limit, R, RANKS)

@@ -86,6 +86,14 @@ def await_peers(
 
 
 @triton.jit
+def end_combine(word_bases, epochs, epoch, rank, status, spin_limit, R: tl.constexpr, RANKS: tl.constexpr):
+    """By the last block: when all peers have done the same, what they read here may be overwritten."""
+    tl.store(epochs, epoch)
+    signal(word_bases, COMBINE_DONE, epoch, 0, rank, R, RANKS)
+    await_peers(word_bases, COMBINE_DONE, epoch, rank, status, spin_limit, R, RANKS)
+
+
+@triton.jit
 def legal_ids(ids, num_experts, mask):
     return tl.where(mask & (ids >= 0) & (ids < num_experts), ids, -1).to(tl.int32)
 

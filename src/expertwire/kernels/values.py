@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from expertwire.kernels.memory import ticket_acq_rel
-from expertwire.kernels.routing import COMBINE_DONE, COMBINE_READY, WHERE_RANK, WHERE_ROW, await_peers, signal
+from expertwire.kernels.routing import COMBINE_READY, WHERE_RANK, WHERE_ROW, await_peers, end_combine, signal
 
 
 @triton.jit
@@ -72,6 +72,4 @@ def combine_values(
         if ticket_acq_rel(tickets) == tl.num_programs(0) - 1:
             tl.store(tickets, 0)
             if taken:
-                tl.store(epochs, epoch)
-                signal(word_bases, COMBINE_DONE, epoch, 0, rank, R, RANKS)
-                await_peers(word_bases, COMBINE_DONE, epoch, rank, status, spin_limit, R, RANKS)
+                end_combine(word_bases, epochs, epoch, rank, status, spin_limit, R, RANKS)
