@@ -1,14 +1,10 @@
 """`Buffer` on a GPU, bit for bit against the oracle: virtual ranks of one World, graphs, faults."""
 
-import importlib.util
-import os
 import time
+from functools import partial
 
+import on_gpu
 import pytest
-
-# Loading a kernel waits for the device, where a rank of the same process may be waiting for the one that loads.
-os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
-
 import torch
 from device_checks import CAPACITY, COMPACT, EXPERTS, HIDDEN, MAJOR, SLOTS, TOPK, check_rank
 
@@ -24,16 +20,8 @@ from expertwire.testing import (
     with_holes,
 )
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU"),
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
-]
-
-
-def buffer(rank, **options):
-    options = {"timeout_s": 8.0, "num_max_tokens_per_rank": CAPACITY} | options
-    return ew.Buffer(rank, num_experts=EXPERTS, hidden=HIDDEN, num_topk=TOPK, device="cuda", **options)
+pytestmark = on_gpu.MARKS
+buffer = partial(on_gpu.buffer, timeout_s=8.0)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])

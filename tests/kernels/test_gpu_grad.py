@@ -1,30 +1,18 @@
 """Gradients and routed weights on a real GPU: virtual ranks, processes, and ranks that do not agree."""
 
-import importlib.util
-import os
+from functools import partial
 
+import on_gpu
 import pytest
-
-# Loading a kernel waits for the device, where a rank of the same process may be waiting for the one that loads.
-os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
-
 import torch
-from device_checks import CAPACITY, COMPACT, EXPERTS, HIDDEN, MAJOR, SLOTS, TOPK
+from device_checks import COMPACT, EXPERTS, HIDDEN, MAJOR, SLOTS, TOPK
 from gradient_checks import check_gradients
 
 import expertwire as ew
 from expertwire.testing import random_rows, run_processes, uniform_routing
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU"),
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
-]
-
-
-def buffer(rank, **options):
-    options = {"timeout_s": 20.0, "num_max_tokens_per_rank": CAPACITY} | options
-    return ew.Buffer(rank, num_experts=EXPERTS, hidden=HIDDEN, num_topk=TOPK, device="cuda", **options)
+pytestmark = on_gpu.MARKS
+buffer = partial(on_gpu.buffer, timeout_s=20.0)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])

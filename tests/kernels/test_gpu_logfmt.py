@@ -1,30 +1,18 @@
 """combine(wire=LogFMT10()) on a real GPU: every bit is that of `formats.logfmt` and of the oracle."""
 
-import importlib.util
-import os
+from functools import partial
 
+import on_gpu
 import pytest
-
-# Loading a kernel waits for the device, where a rank of the same process may be waiting for the one that loads.
-os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
-
 import torch
-from device_checks import CAPACITY, COMPACT, EXPERTS, HIDDEN, MAJOR, SLOTS, TOPK, check_rank
+from device_checks import COMPACT, EXPERTS, MAJOR, SLOTS, TOPK, check_rank
 from logfmt_rows import mixed_rows
 
 import expertwire as ew
 from expertwire.testing import assert_equal, run_processes
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU"),
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
-]
-
-
-def buffer(rank, **options):
-    options = {"hidden": HIDDEN, "num_max_tokens_per_rank": CAPACITY, "timeout_s": 20.0} | options
-    return ew.Buffer(rank, num_experts=EXPERTS, num_topk=TOPK, device="cuda", **options)
+pytestmark = on_gpu.MARKS
+buffer = partial(on_gpu.buffer, timeout_s=20.0)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])

@@ -1,28 +1,22 @@
 """Calls that one rank refuses, on a GPU, and ranks that are gone: virtual ranks of one World, and processes."""
 
-import importlib.util
 import os
 import signal
 import time
+from functools import partial
 
+import on_gpu
 import pytest
-
-# Loading a kernel waits for the device, where a rank of the same process may be waiting for the one that loads.
-os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
-
 import refusals
 import torch
-from device_checks import CAPACITY, COMPACT, EXPERTS, HIDDEN, SLOTS, TOPK, arrive
+from device_checks import CAPACITY, COMPACT, HIDDEN, SLOTS, TOPK, arrive
 from statistics_checks import check_statistics
 
 import expertwire as ew
 from expertwire.testing import Processes, run_processes
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU"),
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
-]
+pytestmark = on_gpu.MARKS
+buffer = partial(on_gpu.buffer, timeout_s=8.0)
 CHECKS = [
     ("first_call", {}),
     ("host_counts", {}),
@@ -34,11 +28,6 @@ CHECKS = [
     ("combine", {}),
     ("zero_copy", {}),
 ]
-
-
-def buffer(group, **options):
-    options = {"timeout_s": 8.0, "num_max_tokens_per_rank": CAPACITY} | options
-    return ew.Buffer(group, num_experts=EXPERTS, hidden=HIDDEN, num_topk=TOPK, device="cuda", **options)
 
 
 def warm(device):

@@ -1,12 +1,10 @@
 """torch symmetric memory on real GPUs: one rank, several GPUs where there are several, and what is refused."""
 
-import importlib.util
 import os
+from functools import partial
 
+import on_gpu
 import pytest
-
-os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
-
 import torch
 from device_checks import CAPACITY, COMPACT, EXPERTS, HIDDEN, MAJOR, SLOTS, TOPK, check_rank
 
@@ -14,19 +12,8 @@ import expertwire as ew
 from expertwire.formats import BF16, FP8Block
 from expertwire.testing import Processes, assert_equal
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU"),
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
-]
-
-
-def buffer(group, **options):
-    options = {"timeout_s": 20.0, "transport": "symm_mem"} | options
-    return ew.Buffer(
-        group, num_experts=EXPERTS, hidden=HIDDEN, num_topk=TOPK, num_max_tokens_per_rank=CAPACITY, device="cuda",
-        **options,
-    )  # fmt: skip
+pytestmark = on_gpu.MARKS
+buffer = partial(on_gpu.buffer, timeout_s=20.0, transport="symm_mem")
 
 
 def conformance(group, transport):
