@@ -136,6 +136,20 @@ def row_fits(rank: int, data_bytes: int, payload_bytes: int, sf_bytes: int, hidd
         )
 
 
+def differentiable_rows(rank: int, x: torch.Tensor | None, wire: WireFormat | None, zero_copy: bool) -> None:
+    """A dispatch with an input that needs gradients; x is None for opaque rows."""
+    if zero_copy:
+        raise InvalidArgument(
+            f"rank {rank}: zero_copy rows are overwritten before a backward pass could read them, but an input "
+            "requires gradients; pass zero_copy=False, or detach it"
+        )
+    if x is not None and x.requires_grad and isinstance(wire, FP8Block) and not wire.decode:
+        raise InvalidArgument(
+            f"rank {rank}: x requires gradients, but FP8 rows cannot carry them; use FP8Block(..., decode=True), "
+            "which returns bfloat16 rows, or detach x"
+        )
+
+
 def timeout(value: object) -> None:
     if value is not None and not (isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0):
         raise InvalidArgument(f"timeout_s must be a positive number of seconds or None, got {value!r}")

@@ -54,20 +54,22 @@ class Context:
             self.steps.failure = error
             raise
 
-    def check_handle(self, handle: Any) -> None:
-        if not isinstance(handle, Handle):
-            raise HandleError(
-                f"rank {self.rank}: handle must be the `handle` of an earlier dispatch, got {type(handle).__name__}"
-            )
-        if handle._owner is not self.owner:
-            raise HandleError(f"rank {self.rank}: {handle} belongs to another buffer")
-        if handle._arrived is None:
-            state = "was refused" if handle.finished else "has not received yet: call its hook() first"
-            raise HandleError(f"rank {self.rank}: the dispatch of {handle} {state}")
-        if handle._busy:
-            raise HandleError(
-                f"rank {self.rank}: {handle} is in use by a combine that has not received yet: call its hook() first"
-            )
+
+def check_handle(rank: int, owner: object, handle: Any) -> None:
+    """`handle` can be used by a call of the buffer `owner` now."""
+    if not isinstance(handle, Handle):
+        raise HandleError(
+            f"rank {rank}: handle must be the `handle` of an earlier dispatch, got {type(handle).__name__}"
+        )
+    if handle._owner is not owner:
+        raise HandleError(f"rank {rank}: {handle} belongs to another buffer")
+    if handle._arrived is None:
+        state = "was refused" if handle.finished else "has not received yet: call its hook() first"
+        raise HandleError(f"rank {rank}: the dispatch of {handle} {state}")
+    if handle._busy:
+        raise HandleError(
+            f"rank {rank}: {handle} is in use by a combine that has not received yet: call its hook() first"
+        )
 
 
 class _Hook(Generic[R]):

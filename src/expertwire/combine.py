@@ -10,7 +10,7 @@ import torch
 
 from expertwire import _check
 from expertwire.autograd import attach
-from expertwire.call import Context, as_rows, record
+from expertwire.call import Context, as_rows, check_handle, record
 from expertwire.errors import InvalidArgument
 from expertwire.formats import BF16, WireFormat
 from expertwire.handle import Combined, Handle
@@ -48,7 +48,7 @@ class Combiner:
     ) -> Combined:
         epoch = self._steps.combines.begin()
         with self._context.refusing(self._steps.combines, epoch):
-            self._context.check_handle(handle)
+            check_handle(self._context.rank, self._context.owner, handle)
             plan = self._plan(x, handle, topk_weights, bias, reduce, wire)
         handle._busy = True
         placed: Placed = handle._arrived

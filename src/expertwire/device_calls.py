@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from expertwire import _check
-from expertwire.call import record
+from expertwire.call import check_handle, record
 from expertwire.device_autograd import DeviceGradients
-from expertwire.device_steps import Arrived, DeviceSteps, aligned, check_handle, copy_used_rows
+from expertwire.device_steps import Arrived, DeviceSteps, aligned, copy_used_rows
 from expertwire.errors import InvalidArgument
 from expertwire.formats import BF16, FP8Block, WireFormat
 from expertwire.formats.fp8 import column_major
@@ -51,7 +51,7 @@ class DeviceDispatcher:
             source = None if isinstance(x, tuple) else x
             differentiable = self._gradients.wanted(source, topk_weights)
             if differentiable:
-                self._check_gradients(source, wire, zero_copy)
+                _check.differentiable_rows(self._rank, source, wire, zero_copy)
             if cached:
                 check_handle(self._rank, self._owner, handle)
                 if topk_idx is not None or topk_weights is not None or zero_copy:
@@ -188,18 +188,6 @@ class DeviceDispatcher:
                     f"rank {rank}: topk_idx has ids from {low} to {high}: ids must be in [0, {settings.num_experts}), "
                     "or -1 for no selection"
                 )
-
-    def _check_gradients(self, x: torch.Tensor | None, wire: WireFormat | None, zero_copy: bool) -> None:
-        if zero_copy:
-            raise InvalidArgument(
-                f"rank {self._rank}: zero_copy rows are overwritten before a backward pass could read them, but an "
-                "input requires gradients; pass zero_copy=False, or detach it"
-            )
-        if x is not None and x.requires_grad and isinstance(wire, FP8Block) and not wire.decode:
-            raise InvalidArgument(
-                f"rank {self._rank}: x requires gradients, but FP8 rows cannot carry them; use FP8Block(..., "
-                "decode=True), which returns bfloat16 rows, or detach x"
-            )
 
     # -- the record ----------------------------------------------------------------------------------------------
 

@@ -7,12 +7,11 @@ from typing import Any
 import torch
 
 from expertwire import _check
-from expertwire.call import record
+from expertwire.call import check_handle, record
 from expertwire.device_autograd import DeviceGradients
 from expertwire.device_steps import (
     Arrived,
     DeviceSteps,
-    check_handle,
     collect_values,
     copy_used_rows,
     expose_values,

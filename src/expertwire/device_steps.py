@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from expertwire.errors import HandleError, PeerRefused, PeerTimeout
+from expertwire.errors import PeerRefused, PeerTimeout
 from expertwire.handle import Handle
 from expertwire.kernels.backward import combine_values, width_of
 from expertwire.kernels.engine import DeviceEngine, Step
@@ -138,22 +138,6 @@ class DeviceSteps:
         with self.fatal():
             self.runtime.synchronize()
         self.raise_refused("The next call works as usual.")
-
-
-def check_handle(rank: int, owner: object, handle: Any) -> None:
-    """As `call.Context.check_handle`."""
-    if not isinstance(handle, Handle):
-        raise HandleError(
-            f"rank {rank}: handle must be the `handle` of an earlier dispatch, got {type(handle).__name__}"
-        )
-    if handle._owner is not owner:
-        raise HandleError(f"rank {rank}: {handle} belongs to another buffer")
-    if handle._arrived is None:
-        raise HandleError(f"rank {rank}: the dispatch of {handle} has not received yet: call its hook() first")
-    if handle._busy:
-        raise HandleError(
-            f"rank {rank}: {handle} is in use by a combine that has not received yet: call its hook() first"
-        )
 
 
 def copy_used_rows(engine: DeviceEngine, source: torch.Tensor, out: torch.Tensor, step: Step) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from expertwire import _check
 from expertwire.autograd import attach
-from expertwire.call import Context, as_rows, record
+from expertwire.call import Context, as_rows, check_handle, record
 from expertwire.errors import InvalidArgument
 from expertwire.formats import BF16, FP8Block, WireFormat
 from expertwire.formats.fp8 import column_major
@@ -106,7 +106,7 @@ class Dispatcher:
 
     def _check_repeat(self, x: Any, topk_idx: Any, topk_weights: Any, handle: Any, zero_copy: bool) -> None:
         rank = self._rank
-        self._context.check_handle(handle)
+        check_handle(rank, self._context.owner, handle)
         if topk_idx is not None or topk_weights is not None:
             raise InvalidArgument(f"rank {rank}: pass either handle or topk_idx and topk_weights, not both")
         if zero_copy:
@@ -155,16 +155,8 @@ class Dispatcher:
             rows, dtypes = self._encoded_rows(x, wire)
         tracked = [t for t in (None if opaque else x, topk_weights) if t is not None and t.requires_grad]
         needs_grad = torch.is_grad_enabled() and bool(tracked)
-        if needs_grad and zero_copy:
-            raise InvalidArgument(
-                f"rank {rank}: zero_copy rows are overwritten before a backward pass could read them, but an input "
-                "requires gradients; pass zero_copy=False, or detach it"
-            )
-        if needs_grad and not opaque and x.requires_grad and isinstance(wire, FP8Block) and not wire.decode:
-            raise InvalidArgument(
-                f"rank {rank}: x requires gradients, but FP8 rows cannot carry them; use FP8Block(..., decode=True), "
-                "which returns bfloat16 rows, or detach x"
-            )
+        if needs_grad:
+            _check.differentiable_rows(rank, None if opaque else x, wire, zero_copy)
         text = (
             f"{wire.name if wire else 'opaque'} rows of {rows.payload_bytes}+{rows.sf_bytes} bytes, "
             f"weights={handle._routing.weighted}, routing of dispatch {handle._number}, "
