@@ -234,16 +234,16 @@ def meet(
 ) -> None:  # fmt: skip
     """Give the peers in `coming` their `places`, and put the own announced rows to where their readers want them:
     straight into their outputs, or into their windows."""
-    layout, bank, windows = runtime.layout, lane.bank(epoch), runtime.transport.windows
+    layout, bank = runtime.layout, lane.bank(epoch)
     given = rendezvous.places(lane).name
 
     def put(peer: int, region: Region, count: int) -> Segments:
         if region.lane == given:
-            _PLACE.pack_into(windows[peer].data, layout.place_record(bank, runtime.rank), *places[peer])
+            _PLACE.pack_into(runtime.bytes_of[peer], layout.place_record(bank, runtime.rank), *places[peer])
             return []
         payload, sf = IN_WINDOW
         if peer not in meeting.deferring:
-            payload, sf = _PLACE.unpack_from(runtime.own.data, layout.place_record(bank, peer))
+            payload, sf = _PLACE.unpack_from(runtime.bytes_of[runtime.rank], layout.place_record(bank, peer))
         if payload < 0:
             records = runtime.base[peer] + layout.dispatch_rows(bank, runtime.rank)
             _put_rows(runtime, sent.routing, sent.rows, peer, records, records + row.sf, (row.stride, row.stride))

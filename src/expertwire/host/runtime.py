@@ -62,12 +62,12 @@ class Header:
     text: str
     needs_grad: bool = False
 
-    def pack(self, epoch: int, flags: int = 0) -> Array:
-        """Its bytes in a window, uint8. Further flags: ANNOUNCES, the rows follow when they have a place; DEFERS, the
-        writer gives no places itself (`protocols.rendezvous`)."""
+    def pack(self, epoch: int, flags: int = 0) -> bytes:
+        """Its bytes in a window. Further flags: ANNOUNCES, the rows follow when they have a place; DEFERS, the writer
+        gives no places itself (`protocols.rendezvous`)."""
         text = self.text.encode()[: HEADER_BYTES - _HEADER_PREFIX.size]
         flags |= NEEDS_GRAD if self.needs_grad else 0
-        return np.frombuffer(_HEADER_PREFIX.pack(flags, epoch, len(text)) + text, np.uint8)
+        return _HEADER_PREFIX.pack(flags, epoch, len(text)) + text
 
     @staticmethod
     def unpack(raw: bytes) -> tuple[int, str]:
@@ -120,9 +120,11 @@ class HostRuntime:
         self.closed = False
         self.wait_s = [0.0] * self.num_ranks
         self._told_itself: dict[Word, int] = {}
-        self._excluded = [Word("excluded", peer) for peer in range(self.num_ranks)]
+        self._excluded = [layout.word("excluded", peer) // 8 for peer in range(self.num_ranks)]
         self.base = [window.ctypes.data for window in transport.windows]
+        self.bytes_of = [memoryview(window) for window in transport.windows]  # small pieces: quicker than an array
         self.own = transport.windows[self.rank]
+        self._words = self.bytes_of[self.rank][: layout.words_bytes].cast("q")  # to look at without an order
         self.output_base = [output.ctypes.data for output in transport.outputs]
         self.outputs = Outputs(transport.outputs[self.rank])
         if debug_poison:
@@ -191,7 +193,7 @@ class HostRuntime:
         self.publish(peer, Word("excluded", self.rank), 1)
 
     def _usable(self, peer: int) -> bool:
-        if peer not in self.masked and self._is_set(self._excluded[peer]):
+        if self._words[self._excluded[peer]] and peer not in self.masked:
             if not self.mask_peers:
                 raise PeerLost(
                     self.rank, "send", [], 0.0, f"Rank {peer} timed out waiting for this rank and goes on without it."
@@ -231,14 +233,13 @@ class HostRuntime:
                 if answer is not None:
                     counts[operation.word.writer] = answer
             elif isinstance(operation, PutSignal):
-                peer, count = operation.peer, operation.count
+                peer, region, count, word, epoch = operation
                 if self._usable(peer):
                     assert put is not None
-                    segments = put(peer, operation.region, count)
-                    self.deliver(peer, segments, operation.word, operation.epoch, count)
+                    self.deliver(peer, put(peer, region, count), word, epoch, count)
             elif isinstance(operation, Signal):
                 if operation.peer not in self.masked:
-                    self.publish(operation.peer, operation.word, operation.epoch, operation.count)
+                    self.publish(*operation)
             else:  # the caller reads the rows where they lie, before it runs `finish`
                 assert isinstance(operation, Load), f"the host engine has no {operation}"
 
@@ -292,22 +293,22 @@ class HostRuntime:
 
     # -- headers -------------------------------------------------------------------------------------------------
 
-    def write_header(self, peer: int, offset: int, packed: Array) -> Segments:
+    def write_header(self, peer: int, offset: int, packed: bytes) -> Segments:
         """Describe a put in front of its rows: how the writer understood this call, or why it refused it."""
-        self.transport.windows[peer][offset : offset + len(packed)] = packed
+        self.bytes_of[peer][offset : offset + len(packed)] = packed
         return [(np.array([offset]), len(packed))] if self.hands_over else []
 
     def check_headers(
         self, phase: str, epoch: int, counts: dict[int, int], offsets: Sequence[int], expected: str
     ) -> dict[int, int]:
         """Raise if a peer refused this step, or called it with other settings. The flags of every peer."""
-        same = Header(expected).pack(epoch).tobytes()
+        same, own = Header(expected).pack(epoch)[1:], self.bytes_of[self.rank]
         flags = {}
         for peer in counts:
-            seen = self.own[offsets[peer] : offsets[peer] + len(same)].tobytes()
-            if seen[1:] != same[1:]:
+            first = offsets[peer]
+            if own[first + 1 : first + 1 + len(same)] != same:
                 self._raise_for_headers(phase, epoch, counts, offsets, expected)
-            flags[peer] = seen[0]
+            flags[peer] = own[first]
         return flags
 
     def _raise_for_headers(
@@ -362,6 +363,7 @@ class HostRuntime:
         for peer in range(self.num_ranks):
             self.publish(peer, Word("leaving", self.rank), 1)
         self.closed = True
-        self.base, self.own, self.output_base = [], np.empty(0, np.uint8), []
+        self.base, self.bytes_of, self.own, self.output_base = [], [], np.empty(0, np.uint8), []
+        self._words = memoryview(b"")
         self.outputs.close()
         self.transport.close()

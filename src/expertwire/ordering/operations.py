@@ -2,15 +2,16 @@
 
 A protocol is a generator that yields these records and receives the answer of each: `Wait` is answered with the count
 that the word carries, everything else with None. The host engine executes them with real bytes; the checker explores
-them with symbolic ones; the GPU kernels restate them.
+them with symbolic ones; the GPU kernels restate them. They are tuples since a call makes dozens of them: tell them apart
+by their types, never by ==.
 
 Orders and scopes carry PTX's names, the verbs OpenSHMEM's meanings.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 
 class Order(StrEnum):
@@ -33,8 +34,7 @@ class Scope(StrEnum):
     SYS = "sys"
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
+class Region(NamedTuple):
     """The rows that `writer` puts into a reader's window, in one bank of one lane ("dispatch", "combine")."""
 
     lane: str
@@ -42,8 +42,7 @@ class Region:
     writer: int
 
 
-@dataclass(frozen=True, slots=True)
-class Word:
+class Word(NamedTuple):
     """The 8-byte signal word in a reader's window that only `writer` writes, for one purpose (and one bank)."""
 
     purpose: str
@@ -51,8 +50,7 @@ class Word:
     bank: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Put:
+class Put(NamedTuple):
     """Write `count` rows of `region` into the window of `peer`. Says nothing about when the reader may look."""
 
     peer: int
@@ -60,8 +58,7 @@ class Put:
     count: int
 
 
-@dataclass(frozen=True, slots=True)
-class Signal:
+class Signal(NamedTuple):
     """Set a word in the window of `peer` to (epoch, count), ordered after this rank's earlier *reads* (release)."""
 
     peer: int
@@ -70,8 +67,7 @@ class Signal:
     count: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class PutSignal:
+class PutSignal(NamedTuple):
     """Write rows, then set the word that vouches for them: whoever acquires the word sees the rows.
 
     The one primitive that a transport must provide; by which mechanism is its own business.
@@ -84,8 +80,7 @@ class PutSignal:
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
+class Wait(NamedTuple):
     """Block until the word of this rank's own window holds `epoch` or a later one (acquire).
 
     Answered with the word's count, or with None when the writer is masked and will not be waited for.
@@ -95,24 +90,21 @@ class Wait:
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(NamedTuple):
     """Read `count` rows of a region in this rank's own window."""
 
     region: Region
     count: int
 
 
-@dataclass(frozen=True, slots=True)
-class Store:
+class Store(NamedTuple):
     """Write `count` rows of a region in this rank's own window."""
 
     region: Region
     count: int
 
 
-@dataclass(frozen=True, slots=True)
-class Fence:
+class Fence(NamedTuple):
     """Order this thread's earlier accesses before its later ones."""
 
     order: Order = Order.ACQ_REL
