@@ -82,22 +82,46 @@ def tensor(
     device: str = "cpu",
 ) -> torch.Tensor:
     """A contiguous tensor on `device`, of one of `dtypes` (None: any) and of shape `dims` (None: any size)."""
+    if (
+        isinstance(value, torch.Tensor)
+        and (dtypes is None or value.dtype in dtypes)
+        and _is_on(value, device)
+        and value.layout is torch.strided
+        and _fits(value.shape, dims)
+        and value.is_contiguous()
+    ):
+        return value
+    raise InvalidArgument(_wrong(rank, name, value, dtypes, dims, meaning, device))
+
+
+def _is_on(value: torch.Tensor, device: str) -> bool:
+    wanted, seen = _device(device), value.device
+    return seen.type == wanted.type and wanted.index in (None, seen.index)
+
+
+def _wrong(
+    rank: int,
+    name: str,
+    value: object,
+    dtypes: tuple[torch.dtype, ...] | None,
+    dims: tuple[int | None, ...],
+    meaning: str,
+    device: str,
+) -> str:
+    """The first rule that an argument of `tensor` breaks."""
     where = f"rank {rank}: {name}"
     if not isinstance(value, torch.Tensor):
-        raise InvalidArgument(f"{where} must be a tensor {meaning}, got {type(value).__name__}")
+        return f"{where} must be a tensor {meaning}, got {type(value).__name__}"
     if dtypes is not None and value.dtype not in dtypes:
         names = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
-        raise InvalidArgument(f"{where} must have dtype {names}, got {str(value.dtype).removeprefix('torch.')}")
-    wanted = _device(device)
-    if value.device.type != wanted.type or (wanted.index is not None and value.device.index != wanted.index):
-        raise InvalidArgument(f"{where} must be on the buffer's device {device!r}, got {str(value.device)!r}")
+        return f"{where} must have dtype {names}, got {str(value.dtype).removeprefix('torch.')}"
+    if not _is_on(value, device):
+        return f"{where} must be on the buffer's device {device!r}, got {str(value.device)!r}"
     if value.layout is not torch.strided:
-        raise InvalidArgument(f"{where} must be a dense tensor, got {value.layout}")
+        return f"{where} must be a dense tensor, got {value.layout}"
     if not _fits(value.shape, dims):
-        raise InvalidArgument(f"{where} must have shape {meaning}, got {list(value.shape)}")
-    if not value.is_contiguous():
-        raise InvalidArgument(f"{where} must be contiguous, got strides {value.stride()}; pass {name}.contiguous()")
-    return value
+        return f"{where} must have shape {meaning}, got {list(value.shape)}"
+    return f"{where} must be contiguous, got strides {value.stride()}; pass {name}.contiguous()"
 
 
 def tokens(rank: int, name: str, num_tokens: int, capacity: int) -> None:

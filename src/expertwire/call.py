@@ -7,8 +7,7 @@ the signal that they wait for anyway; so an error on one rank is an error on all
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -41,18 +40,13 @@ class Context:
     def rank(self) -> int:
         return self.steps.engine.rank
 
-    @contextmanager
-    def refusing(self, steps: LaneSteps, epoch: int) -> Iterator[None]:
-        """Inside, an error makes the step void on all ranks before it is raised."""
-        try:
-            yield
-        except Exception as error:
+    def refuse(self, steps: LaneSteps, epoch: int, error: BaseException) -> None:
+        """This call ends with `error` before it has sent anything: the step is void on all ranks."""
+        if isinstance(error, Exception):
             reason = str(error) if isinstance(error, ExpertWireError) else f"rank {self.rank}: {error!r}"
             self.steps.refuse(steps, epoch, reason)
-            raise
-        except BaseException as error:
+        else:
             self.steps.failure = error
-            raise
 
 
 def check_handle(rank: int, owner: object, handle: Any) -> None:

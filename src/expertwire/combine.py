@@ -47,9 +47,12 @@ class Combiner:
         self, x: Any, handle: Any, topk_weights: Any, bias: Any, reduce: Any, wire: Any, defer_receive: bool
     ) -> Combined:
         epoch = self._steps.combines.begin()
-        with self._context.refusing(self._steps.combines, epoch):
+        try:
             check_handle(self._context.rank, self._context.owner, handle)
             plan = self._plan(x, handle, topk_weights, bias, reduce, wire)
+        except BaseException as error:
+            self._context.refuse(self._steps.combines, epoch, error)
+            raise
         handle._busy = True
         placed: Placed = handle._arrived
         weights = None if topk_weights is None else topk_weights.detach()[: placed.arrivals.num_rows]

@@ -56,7 +56,7 @@ class Dispatcher:
         counts: Any, defer_receive: bool, zero_copy: bool,
     ) -> Dispatched:  # fmt: skip
         epoch = self._steps.dispatches.begin()
-        with self._context.refusing(self._steps.dispatches, epoch):
+        try:
             _check.dispatch_options(self._rank, layout, expert_alignment, counts, wire)
             if handle is None:
                 self._context.raise_if_full()
@@ -65,6 +65,9 @@ class Dispatcher:
             else:
                 self._check_repeat(x, topk_idx, topk_weights, handle, zero_copy)
             plan = self._plan(x, topk_weights, handle, wire, zero_copy)
+        except BaseException as error:
+            self._context.refuse(self._steps.dispatches, epoch, error)
+            raise
         receive = self._steps.dispatch(
             epoch, plan.routing, plan.rows, plan.header, plan.arrangement,
             known=handle._arrived if plan.cached else None, send_routing=not plan.cached,

@@ -103,14 +103,8 @@ def reduce_rows(kernels, rows, weights=None, biases=(), present=None, stream=Fal
     return out
 
 
-def write_routing(kernels, num_rows, stride, places, tokens, rank, slot_rank, slot_local, weights):
-    records = torch.full((num_rows, stride), 7, dtype=torch.uint8)
-    kernels.write_routing(records.data_ptr(), stride, *places, tokens, rank, slot_rank, slot_local, weights)
-    return records
-
-
-def read_routing(kernels, records, places, num_topk):
-    count = records.shape[0]
-    parts = np.zeros((count, num_topk), np.int32), np.zeros((count, num_topk), np.float32), np.zeros(count, np.int32)
-    kernels.read_routing(records.data_ptr(), records.shape[1], *places, *parts)
-    return parts
+def write_routing(kernels, num_rows, tokens, rank, slot_rank, slot_local, weights):
+    """int32 [num_rows, 2 * K + 1]; the weights among them are float32."""
+    routing = torch.full((num_rows, 2 * slot_rank.shape[1] + 1), 7, dtype=torch.int32)
+    kernels.write_routing(routing.data_ptr(), tokens, rank, slot_rank, slot_local, weights)
+    return routing

@@ -16,7 +16,6 @@ from host_calls import (
     encode_fp8,
     encode_logfmt,
     mixed,
-    read_routing,
     reduce_rows,
     write_routing,
 )
@@ -91,22 +90,20 @@ def test_routing(both, seed):
     firsts = rng.integers(1, 1 << 20, num_ranks)
     for per_token in (False, True):
         same(*[engine.expected_rows(slot_rank, is_last, per_token, heard, firsts, 24) for engine in both])
-    places = (8, 8 + 4 * num_topk, 8 + 8 * num_topk)
-    stride = places[2] + 20
     for rank in range(num_ranks):
         mine = tokens[offsets[rank] : offsets[rank + 1]]
-        records = [
-            write_routing(engine, len(mine), stride, places, mine, rank, slot_rank, slot_local, weights)
-            for engine in both
-        ]
+        records = [write_routing(engine, len(mine), mine, rank, slot_rank, slot_local, weights) for engine in both]
         same(*records)
-        reads = [read_routing(engine, records[0], places, num_topk) for engine in both]
+        all_rows = np.array([0, len(mine)])
+        reads = [engine.read_routing(records[0].data_ptr(), 0, all_rows, num_topk) for engine in both]
         same(*reads)
-        counts = [engine.count_experts(reads[0][0], 9) for engine in both]
-        same(*counts)
-        starts = np.concatenate([[0], np.cumsum(counts[0] + rank)]).astype(np.int64)
-        rows = [engine.place_experts(reads[0][0], starts) for engine in both]
-        same(*rows)
+        compacted = [engine.arrange(reads[0][0], 9, 1, 0, True) for engine in both]
+        same(*compacted)
+        arranged = [engine.arrange(reads[0][0], 9, 1 + rank, 0, False) for engine in both]
+        same(*arranged)
+        rows, starts = [found[0] for found in arranged], arranged[0][3]
+        lying = [engine.record_addresses(4096, 1 << 20, 64, offsets, heard.astype(np.int64)) for engine in both]
+        same(*lying)
         cuts = np.sort(rng.integers(0, len(mine) + 1, num_ranks + 1))
         cuts[0], cuts[-1] = 0, len(mine)
         same(*[engine.outgoing_rows(rows[0], 4096, 24, cuts) for engine in both])
@@ -117,7 +114,7 @@ def placed_and_scattered(engine, rows, tokens, num_tokens, num_placed):
     """Rows of eight bytes, all different, by `place_rows` and from there by `scatter_rows`."""
     records = torch.arange(1, len(tokens) + 1).view(len(tokens), 1).view(torch.uint8)
     placed = torch.zeros(num_placed, 8, dtype=torch.uint8)
-    engine.place_rows(addresses(records), rows, placed.data_ptr(), 8, False)
+    engine.place_rows(addresses(records), 0, rows, placed.data_ptr(), 8, False)
     back = torch.zeros(num_tokens, rows.shape[1], 8, dtype=torch.uint8)
     source = np.where(rows >= 0, placed.data_ptr() + 8 * rows, 0)
     engine.scatter_rows(source, tokens, back.data_ptr(), 8, 8, False)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from host_calls import ENGINES, HIDDENS, addresses, assert_same, mixed, normal, read_routing, reduce_rows, write_routing
+from host_calls import ENGINES, HIDDENS, addresses, assert_same, mixed, normal, reduce_rows, write_routing
 
 from expertwire.host import kernels
 
@@ -91,18 +91,35 @@ def test_overlay_rows_docstring_example(engine):
     assert table.tolist() == [[1, 2], [3, 9]]
 
 
-def test_place_experts_docstring_example(engine):
-    topk_idx, offsets = np.array([[0, 1], [1, -1], [0, 0]], np.int32), ids([0, 4, 8])
-    assert engine.place_experts(topk_idx, offsets).tolist() == [[0, 4], [5, -1], [1, 2]]
-    counts = engine.count_experts(topk_idx, 3)
-    assert (counts.tolist(), counts.dtype) == ([3, 2, 0], np.int32)
+def test_arrange_docstring_example(engine):
+    topk_idx = np.array([[0, 1], [1, -1], [0, 0]], np.int32)
+    for compact, expected in ((False, [[0, 4], [5, -1], [1, 2]]), (True, [[-1, 0], [1, -1], [-1, 2]])):
+        rows, counts, padded, offsets = engine.arrange(topk_idx, 2, 4, 0, compact)
+        assert (rows.tolist(), rows.dtype) == (expected, np.int64)
+        assert (counts.tolist(), counts.dtype) == ([3, 2], np.int32)
+        assert (padded.tolist(), offsets.tolist()) == ([4, 4], [0, 4, 8])
+        assert padded.dtype == offsets.dtype == np.int64
 
 
-def test_place_experts_of_no_rows(engine):
-    nothing = np.empty((0, 8), np.int32)
-    assert engine.place_experts(nothing, ids([0, 4])).shape == (0, 8)
-    assert engine.count_experts(nothing, 2).tolist() == [0, 0]
-    assert engine.place_experts(np.full((2, 2), -1, np.int32), ids([0, 4])).tolist() == [[-1, -1], [-1, -1]]
+def test_arrange_with_room_for_every_expert(engine):
+    rows, counts, padded, offsets = engine.arrange(np.array([[2, 0], [2, -1]], np.int32), 3, 1, 10, False)
+    assert rows.tolist() == [[20, 0], [21, -1]]
+    assert (counts.tolist(), padded.tolist(), offsets.tolist()) == ([1, 0, 2], [10, 10, 10], [0, 10, 20, 30])
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_arrange_no_rows(engine, compact):
+    rows, counts, padded, offsets = engine.arrange(np.empty((0, 8), np.int32), 2, 4, 0, compact)
+    assert rows.shape == (0, 8)
+    assert (counts.tolist(), padded.tolist(), offsets.tolist()) == ([0, 0], [0, 0], [0, 0, 0])
+    assert engine.arrange(np.full((2, 2), -1, np.int32), 1, 4, 0, compact)[0].tolist() == [[-1, -1], [-1, -1]]
+
+
+def test_record_addresses_docstring_example(engine):
+    found = engine.record_addresses(1000, 100, 10, ids([0, 2, 3]), ids([2, 1]))
+    assert (found.tolist(), found.dtype) == ([1000, 1010, 1100], np.int64)
+    assert engine.record_addresses(1000, 100, 10, ids([0, 2, 3]), ids([0, 1])).tolist() == [0, 0, 1100]
+    assert engine.record_addresses(1000, 100, 10, ids([0, 0, 0]), ids([0, 0])).shape == (0,)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -121,25 +138,32 @@ def test_move_rows_touches_its_bytes_only(engine, num_bytes, offset, stream):
     engine.move_rows(np.empty(0, np.int64), np.empty(0, np.int64), num_bytes, stream)
 
 
-def test_routing_of_records(engine):
-    """Records of 40 bytes: ids at 4, weights at 16, the token at 28; tokens 2 and 0 go to rank 1."""
+def test_routing_docstring_example(engine):
+    slot_rank, slot_local = np.full((6, 2), -1, np.int32), np.full((6, 2), -1, np.int32)
+    slot_rank[5], slot_local[5] = [1, 0], [3, 4]
+    weights = np.full((6, 2), [0.5, 2.0], np.float32)
+    words = write_routing(engine, 1, np.array([5], np.int32), 1, slot_rank, slot_local, weights)[0]
+    assert words[[0, 1, 4]].tolist() == [3, -1, 5]
+    assert words[2:4].view(torch.float32).tolist() == [0.5, 0.0]
+
+
+def test_routing_of_two_ranks(engine):
+    """Two rows of rank 0 and one of rank 1, whose routing begins 100 bytes further."""
     slot_rank = np.array([[1, 0, 1], [0, 0, 0], [-1, 1, 0]], np.int32)
     slot_local = np.array([[5, 6, 7], [1, 2, 3], [-1, 4, 0]], np.int32)
     weights = np.array([[0.5, 0.25, 2.0], [1.0, 1.0, 1.0], [3.0, 4.0, 5.0]], np.float32)
-    tokens = np.array([2, 0], np.int32)
-    records = write_routing(engine, 3, 40, (4, 16, 28), tokens, 1, slot_rank, slot_local, weights)
-    words = records.view(torch.int32)
-    assert words[:2, 1:4].tolist() == [[-1, 4, -1], [5, -1, 7]]
-    assert words[:2, 4:7].clone().view(torch.float32).tolist() == [[0.0, 4.0, 0.0], [0.5, 0.0, 2.0]]
-    assert words[:2, 7].tolist() == [2, 0]
-    for column in (0, 8, 9):
-        assert (words[:, column] == 0x07070707).all()
-    assert (words[2] == 0x07070707).all()
-    topk_idx, shares, read_tokens = read_routing(engine, records[:2], (4, 16, 28), 3)
-    assert topk_idx.tolist() == [[-1, 4, -1], [5, -1, 7]]
-    assert shares.tolist() == [[0.0, 4.0, 0.0], [0.5, 0.0, 2.0]]
-    assert read_tokens.tolist() == [2, 0]
-    assert read_routing(engine, records[:0], (4, 16, 28), 3)[0].shape == (0, 3)
+    memory = torch.full((50,), 7, dtype=torch.int32)
+    for first, tokens in ((0, [2, 0]), (25, [0])):
+        at = memory[first:].data_ptr()
+        engine.write_routing(at, np.array(tokens, np.int32), 1, slot_rank, slot_local, weights)
+    assert (memory[14:25] == 7).all()
+    assert (memory[32:] == 7).all()
+    topk_idx, shares, tokens = engine.read_routing(memory.data_ptr(), 100, ids([0, 2, 3]), 3)
+    assert (topk_idx.tolist(), topk_idx.dtype) == ([[-1, 4, -1], [5, -1, 7], [5, -1, 7]], np.int32)
+    assert (shares.tolist(), shares.dtype) == ([[0.0, 4.0, 0.0], [0.5, 0.0, 2.0], [0.5, 0.0, 2.0]], np.float32)
+    assert (tokens.tolist(), tokens.dtype) == ([2, 0, 0], np.int32)
+    nothing = engine.read_routing(memory.data_ptr(), 100, ids([0, 0, 0]), 3)
+    assert [part.shape for part in nothing] == [(0, 3), (0, 3), (0,)]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -149,9 +173,11 @@ def test_place_rows_docstring_example(engine, stream):
     source = addresses(arrivals)
     source[2] = 0
     out = torch.full((4, 65), 7, dtype=torch.uint8)
-    engine.place_rows(source, ids([[0, 2], [1, -1], [-1, 3]]), out.data_ptr(), 65, stream)
+    engine.place_rows(source, 0, ids([[0, 2], [1, -1], [-1, 3]]), out.data_ptr(), 65, stream)
     assert torch.equal(out, torch.tensor([10, 11, 10, 7], dtype=torch.uint8).view(4, 1).expand(4, 65))
-    engine.place_rows(source[:0], ids([[]]).reshape(0, 2), out.data_ptr(), 65, stream)
+    engine.place_rows(source[:0], 0, ids([[]]).reshape(0, 2), out.data_ptr(), 65, stream)
+    engine.place_rows(source - 65 * (source != 0), 65, ids([[3], [-1], [0]]), out.data_ptr(), 65, stream)
+    assert out[:, 0].tolist() == [10, 11, 10, 10]
 
 
 @pytest.mark.parametrize("stream", [False, True])

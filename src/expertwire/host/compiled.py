@@ -31,19 +31,17 @@ try:
     from expertwire.host.memory import publish, read_word, wait_word
     from expertwire.host.quantize import decode_fp8, encode_fp8
     from expertwire.host.rows import (
-        count_experts,
+        arrange,
         expected_rows,
         first_illegal,
         first_repeat,
         gather_rows,
-        group_offsets,
         move_rows,
         outgoing_rows,
         overlay_rows,
-        place_compact,
-        place_experts,
         place_rows,
         read_routing,
+        record_addresses,
         reduce_rows,
         route,
         scatter_rows,
@@ -76,17 +74,15 @@ def warm_up() -> None:
         first_repeat(index)
         move_rows(rows, rows, 8, False)
         gather_rows(at, tokens, at, 8, 8, False)
-        place_rows(rows, index, at, 8, False)
+        place_rows(rows, 0, index, at, 8, False)
         scatter_rows(index, tokens, at, 64, 8, False)
         outgoing_rows(index, at, 8, offsets)
         expected_rows(ids, flags, True, np.zeros(1, np.bool_), offsets, 64)
         overlay_rows(index, tokens, index)
-        write_routing(at, 64, 0, 16, 32, tokens, 0, ids, ids, weights)
-        read_routing(at, 64, 0, 16, 32, ids, weights, tokens)
-        count_experts(ids, 1)
-        group_offsets(ranks, 1, 0)
-        place_compact(ids)
-        place_experts(ids, offsets)
+        write_routing(at, tokens, 0, ids, ids, weights)
+        read_routing(at, 64, offsets, 1)
+        record_addresses(at, 64, 8, offsets, offsets)
+        arrange(ids, 1, 1, 0, False)
         reduce_rows(index, False, weights, False, index, rows, 8, False)
         encode_fp8(at, 0, 8, 128, False, at, at, 4)
         decode_fp8(at, at, 0, 8, 128, False, 4, at)
@@ -95,7 +91,7 @@ def warm_up() -> None:
 
 
 __all__ = [
-    "count_experts",
+    "arrange",
     "decode_fp8",
     "decode_logfmt",
     "encode_fp8",
@@ -104,16 +100,14 @@ __all__ = [
     "first_illegal",
     "first_repeat",
     "gather_rows",
-    "group_offsets",
     "move_rows",
     "outgoing_rows",
     "overlay_rows",
-    "place_compact",
-    "place_experts",
     "place_rows",
     "publish",
     "read_routing",
     "read_word",
+    "record_addresses",
     "reduce_rows",
     "route",
     "scatter_rows",

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 import numpy as np
 
 from expertwire.host.kernels import Array
 from expertwire.host.runtime import ANNOUNCES, DEFERS, Header, HostRuntime, Segments, any_needs_grad
-from expertwire.layouts.rows import DispatchRow
+from expertwire.layouts.rows import DispatchRow, routing_bytes
 from expertwire.ordering.operations import Region
 from expertwire.protocols import lane as protocol
 from expertwire.protocols import rendezvous
@@ -48,10 +49,9 @@ class Routing:
     def num_tokens(self) -> int:
         return int(self.slot_rank.shape[0])
 
-    @property
+    @cached_property
     def rows_per_peer(self) -> list[int]:
-        ends = self.offsets.tolist()
-        return [last - first for first, last in pairwise(ends)]
+        return [last - first for first, last in pairwise(self.offsets.tolist())]
 
     def tokens_for(self, peer: int) -> Array:
         tokens: Array = self.tokens[self.offsets[peer] : self.offsets[peer + 1]]
@@ -63,15 +63,15 @@ class Arrivals:
     """What arrived: m rows by source rank, then source token.
 
     offsets [R + 1]          rows offsets[s]:offsets[s + 1] come from rank s
-    tokens [m] int32         token index on the source rank
     topk_idx [m, K] int32    local expert ids, -1 for experts elsewhere
     weights [m, K] float32   0 where topk_idx is -1
+    tokens [m] int32         token index on the source rank
     """
 
     offsets: Array
-    tokens: Array
     topk_idx: Array
     weights: Array
+    tokens: Array
 
     @property
     def num_rows(self) -> int:
@@ -157,21 +157,23 @@ def send(
     def put(peer: int, region: Region, count: int) -> Segments:
         later = peer in sent.announced
         offset = layout.dispatch_header(region.bank, region.writer)
-        head = runtime.write_header(peer, offset, announcing if later else described)
+        segments = runtime.write_header(peer, offset, announcing if later else described)
         if count == 0:
-            return head
+            return segments
         first = layout.dispatch_rows(region.bank, region.writer)
-        records = runtime.base[peer] + first
         if not later and (defers or peer != runtime.rank):
+            records = runtime.base[peer] + first
             _put_rows(runtime, routing, sent.rows, peer, records, records + row.sf, (row.stride, row.stride))
+        routing_at = layout.dispatch_routing(region.bank, region.writer)
         if not cached:
             kernels.write_routing(
-                records, row.stride, row.topk_idx, row.topk_weights, row.token,
-                routing.tokens_for(peer), peer, routing.slot_rank, routing.slot_local, routing.weights,
+                runtime.base[peer] + routing_at, routing.tokens_for(peer), peer,
+                routing.slot_rank, routing.slot_local, routing.weights,
             )  # fmt: skip
         if runtime.hands_over:
-            head.append((first + row.stride * np.arange(count), row.stride))
-        return head
+            segments.append((first + row.stride * np.arange(count), row.stride))
+            segments.append((np.array([routing_at]), count * routing_bytes(layout.num_topk)))
+        return segments
 
     runtime.run("dispatch send", protocol.send(lane, runtime.rank, epoch, routing.rows_per_peer), put)
 
@@ -195,37 +197,28 @@ def receive(
 
     With `known` (cached dispatch) the routing is taken from there. Time-outs count from `since`.
     """
-    layout, bank = runtime.layout, lane.bank(epoch)
+    layout, bank, kernels = runtime.layout, lane.bank(epoch), runtime.kernels
     counts = runtime.run(
         "dispatch receive", protocol.receive(lane, runtime.rank, epoch, runtime.num_ranks), since=since
     )
     headers = [layout.dispatch_header(bank, writer) for writer in range(runtime.num_ranks)]
     flags = runtime.check_headers("dispatch", epoch, counts, headers, settings)
     present = [counts.get(peer, 0) for peer in range(runtime.num_ranks)]
-    if known is None:
+    own, apart = runtime.base[runtime.rank], layout.dispatch_apart
+    arrivals = known
+    if arrivals is None:
         offsets = np.array([*accumulate(present, initial=0)], np.int64)
-        shape = (int(offsets[-1]), row.num_topk)
-        arrivals = Arrivals(
-            offsets, np.empty(shape[0], np.int32), np.empty(shape, np.int32), np.empty(shape, np.float32)
-        )
+        routing = kernels.read_routing(own + layout.dispatch_routing(bank, 0), apart, offsets, layout.num_topk)
+        arrivals = Arrivals(offsets, *routing)
     else:
-        arrivals = known
-    addresses = np.zeros(arrivals.num_rows, np.int64)
-    for writer, count in enumerate(present):
-        if count == 0:
-            continue
-        mine = arrivals.rows_from(writer)
-        assert count == mine.stop - mine.start, "a cached dispatch brought another number of rows"
-        records = runtime.base[runtime.rank] + layout.dispatch_rows(bank, writer)
-        addresses[mine] = records + row.stride * np.arange(count)
-        if known is None:
-            runtime.kernels.read_routing(
-                records, row.stride, row.topk_idx, row.topk_weights, row.token,
-                arrivals.topk_idx[mine], arrivals.weights[mine], arrivals.tokens[mine],
-            )  # fmt: skip
+        rows = arrivals.rows_per_peer.tolist()
+        assert all(seen in (0, n) for seen, n in zip(present, rows, strict=True)), f"{present} cached rows, not {rows}"
+    records = kernels.record_addresses(
+        own + layout.dispatch_rows(bank, 0), apart, row.stride, arrivals.offsets, np.array(present, np.int64)
+    )
     coming = {peer: counts[peer] for peer, flag in flags.items() if flag & ANNOUNCES}
     deferring = tuple(peer for peer, flag in flags.items() if flag & DEFERS)
-    return arrivals, addresses, any_needs_grad(flags), Meeting(coming, deferring)
+    return arrivals, records, any_needs_grad(flags), Meeting(coming, deferring)
 
 
 def meet(

@@ -153,7 +153,7 @@ class HostEngine:
         return WireRows(payload.data_ptr(), payload.shape[1] * payload.element_size(), sf_at, sf_row, (payload, sf))
 
     def dispatch_row(self, payload_bytes: int, sf_bytes: int) -> DispatchRow:
-        return _dispatch_row(payload_bytes, sf_bytes, self.num_topk)
+        return _dispatch_row(payload_bytes, sf_bytes)
 
     def send_dispatch(
         self,
@@ -246,15 +246,12 @@ class HostEngine:
     def _place(self, arrivals: Arrivals, arrangement: Arrangement) -> Placed:
         """The output row of every arrival, before any row has moved."""
         layout, alignment = arrangement.layout, arrangement.alignment
-        counts = self.kernels.count_experts(arrivals.topk_idx, self.num_local_experts)
         room = self.num_ranks * self.capacity if layout is Layout.EXPERT_SLOTS else 0
-        padded, offsets = self.kernels.group_offsets(counts, alignment, room)
-        if layout is Layout.COMPACT:
-            rows = self.kernels.place_compact(arrivals.topk_idx)
-            num_rows = arrivals.num_rows
-        else:
-            rows = self.kernels.place_experts(arrivals.topk_idx, offsets)
-            num_rows = int(offsets[-1])
+        compact = layout is Layout.COMPACT
+        rows, counts, padded, offsets = self.kernels.arrange(
+            arrivals.topk_idx, self.num_local_experts, alignment, room, compact
+        )
+        num_rows = arrivals.num_rows if compact else int(offsets[-1])
         if arrangement.fixed_size:
             num_rows = worst_case_rows(
                 layout, self.num_ranks, self.capacity, self.num_topk, self.num_local_experts, alignment
@@ -303,17 +300,15 @@ class HostEngine:
         """Copy arrival i to its rows of `outputs`, from its record in the window (0 = missing) or, if it is the own
         rank's, from where the caller keeps it. The rows of `direct` peers are there already."""
         arrivals, stream = placed.arrivals, self.runtime.streams(placed.num_filled, row.payload_bytes)
+        for peer in direct:
+            records[arrivals.rows_from(peer)] = 0
         for out, at in zip(outputs, (0, row.sf), strict=False):
-            sources, row_bytes = records + at, out.shape[1]
-            if self.runtime.masked:
-                sources[records == 0] = 0
+            row_bytes = out.shape[1]
             if sent is not None:
-                first = sent.rows.sf if at else sent.rows.payload
+                first = (sent.rows.sf if at else sent.rows.payload) - at
                 tokens = sent.routing.tokens_for(self.rank)
-                sources[arrivals.rows_from(self.rank)] = first + row_bytes * tokens.astype(np.int64)
-            for peer in direct:
-                sources[arrivals.rows_from(peer)] = 0
-            self.kernels.place_rows(sources, placed.rows, out.data_ptr(), row_bytes, stream)
+                records[arrivals.rows_from(self.rank)] = first + row_bytes * tokens.astype(np.int64)
+            self.kernels.place_rows(records, at, placed.rows, out.data_ptr(), row_bytes, stream)
 
     def finish_dispatch(self, epoch: int) -> None:
         """The windows of this step may be written again."""

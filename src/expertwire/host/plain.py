@@ -89,12 +89,6 @@ def _rows_at(address: int, num_rows: int, row_bytes: int, dtype: torch.dtype) ->
     return torch.from_numpy(_bytes_at(address, num_rows * row_bytes)).view(num_rows, row_bytes).view(dtype)
 
 
-def _fields_at(records: int, num_rows: int, stride: int, at: int, count: int, dtype: type) -> Array:
-    """[num_rows, count] over `count` numbers at byte `at` of every record."""
-    memory = _bytes_at(records, num_rows * stride)
-    return np.ndarray((num_rows, count), dtype, buffer=memory, offset=at if num_rows else 0, strides=(stride, 4))
-
-
 def _quiet(rows: torch.Tensor) -> torch.Tensor:
     """Every NaN as 0x7fc0; torch's casts leave different ones."""
     return rows.masked_fill_(rows.isnan(), torch.nan)
@@ -154,9 +148,9 @@ def gather_rows(source: int, tokens: Array, out: int, stride: int, num_bytes: in
     move_rows(source + num_bytes * tokens.astype(np.int64), places, num_bytes)
 
 
-def place_rows(source: Array, rows: Array, out: int, num_bytes: int, stream: bool = False) -> None:
+def place_rows(source: Array, at: int, rows: Array, out: int, num_bytes: int, stream: bool = False) -> None:
     arrival, slot = np.nonzero((rows >= 0) & (source != 0)[:, None])
-    move_rows(source[arrival], out + num_bytes * rows[arrival, slot], num_bytes)
+    move_rows(source[arrival] + at, out + num_bytes * rows[arrival, slot], num_bytes)
 
 
 def scatter_rows(source: Array, tokens: Array, records: int, stride: int, num_bytes: int, stream: bool = False) -> None:
@@ -184,37 +178,44 @@ def overlay_rows(table: Array, tokens: Array, rows: Array) -> None:
     table[tokens] = np.where(rows != 0, rows, table[tokens])
 
 
-def write_routing(
-    records: int, stride: int, topk_at: int, weights_at: int, token_at: int,
-    tokens: Array, rank: int, slot_rank: Array, slot_local: Array, weights: Array,
-) -> None:  # fmt: skip
-    num_rows, num_topk = tokens.size, slot_rank.shape[1]
-    here = slot_rank[tokens] == rank
-    _fields_at(records, num_rows, stride, topk_at, num_topk, np.int32)[:] = np.where(here, slot_local[tokens], -1)
-    _fields_at(records, num_rows, stride, weights_at, num_topk, np.float32)[:] = np.where(here, weights[tokens], 0)
-    _fields_at(records, num_rows, stride, token_at, 1, np.int32)[:, 0] = tokens
+def _routing_at(at: int, num_rows: int, num_topk: int, dtype: type) -> Array:
+    """[num_rows, 2 * K + 1] over the routing itself, as integers or as floats."""
+    return _bytes_at(at, 4 * num_rows * (2 * num_topk + 1)).view(dtype).reshape(num_rows, 2 * num_topk + 1)
 
 
-def read_routing(
-    records: int, stride: int, topk_at: int, weights_at: int, token_at: int,
-    topk_idx: Array, weights: Array, tokens: Array,
-) -> None:  # fmt: skip
-    num_rows, num_topk = topk_idx.shape
-    topk_idx[:] = _fields_at(records, num_rows, stride, topk_at, num_topk, np.int32)
-    weights[:] = _fields_at(records, num_rows, stride, weights_at, num_topk, np.float32)
-    tokens[:] = _fields_at(records, num_rows, stride, token_at, 1, np.int32)[:, 0]
+def write_routing(at: int, tokens: Array, rank: int, slot_rank: Array, slot_local: Array, weights: Array) -> None:
+    num_topk, here = slot_rank.shape[1], slot_rank[tokens] == rank
+    ints, floats = (_routing_at(at, tokens.size, num_topk, dtype) for dtype in (np.int32, np.float32))
+    ints[:, :num_topk] = np.where(here, slot_local[tokens], -1)
+    floats[:, num_topk:-1] = np.where(here, weights[tokens], 0)
+    ints[:, -1] = tokens
 
 
-def count_experts(topk_idx: Array, num_local_experts: int) -> Array:
-    return np.bincount(topk_idx[topk_idx >= 0], minlength=num_local_experts).astype(np.int32)
+def read_routing(at: int, apart: int, offsets: Array, num_topk: int) -> tuple[Array, Array, Array]:
+    found = np.concatenate(
+        [_routing_at(at + r * apart, count, num_topk, np.int32) for r, count in enumerate(np.diff(offsets).tolist())]
+    )
+    weights = found[:, num_topk:-1].copy().view(np.float32)
+    return found[:, :num_topk].copy(), weights, found[:, -1].copy()
 
 
-def group_offsets(counts: Array, alignment: int, room: int) -> tuple[Array, Array]:
+def record_addresses(records: int, apart: int, stride: int, offsets: Array, present: Array) -> Array:
+    rank = np.repeat(np.arange(present.size), np.diff(offsets))
+    place = records + rank * apart + (np.arange(rank.size) - offsets[rank]) * stride
+    return np.where(present[rank] != 0, place, 0)
+
+
+def arrange(
+    topk_idx: Array, num_local_experts: int, alignment: int, room: int, compact: bool
+) -> tuple[Array, Array, Array, Array]:
+    counts = np.bincount(topk_idx[topk_idx >= 0], minlength=num_local_experts).astype(np.int32)
     padded = np.full(counts.size, room, np.int64) if room else -(-counts.astype(np.int64) // alignment) * alignment
-    return padded, np.concatenate([[0], np.cumsum(padded)])
+    offsets = np.concatenate([[0], np.cumsum(padded)])
+    rows = _compact_rows(topk_idx) if compact else _expert_rows(topk_idx, offsets)
+    return rows, counts, padded, offsets
 
 
-def place_compact(topk_idx: Array) -> Array:
+def _compact_rows(topk_idx: Array) -> Array:
     rows = np.full(topk_idx.shape, -1, np.int64)
     highest = topk_idx.shape[1] - 1 - np.argmax(topk_idx[:, ::-1] >= 0, axis=1)
     (served,) = np.nonzero((topk_idx >= 0).any(axis=1))
@@ -222,7 +223,7 @@ def place_compact(topk_idx: Array) -> Array:
     return rows
 
 
-def place_experts(topk_idx: Array, offsets: Array) -> Array:
+def _expert_rows(topk_idx: Array, offsets: Array) -> Array:
     rows = np.full(topk_idx.size, -1, np.int64)
     flat = topk_idx.reshape(-1)
     order = np.argsort(flat, kind="stable")[(flat < 0).sum() :]

@@ -131,8 +131,8 @@ def gather_rows(source, tokens, out, stride, num_bytes, stream=False):
 
 
 @njit(nogil=True, cache=True)
-def place_rows(source, rows, out, num_bytes, stream=False):
-    """Copy arrival i from source[i] (address, 0 = missing) to row rows[i, k] of `out`, for every k where that is >= 0.
+def place_rows(source, at, rows, out, num_bytes, stream=False):
+    """Copy arrival i from source[i] + at (source[i] = 0: missing) to row rows[i, k] of `out`, wherever that is >= 0.
 
     source [m] int64, rows [m, K] int64, `out` the address of row 0, rows of `num_bytes`. Bytes moved: 2 * num_bytes per
     filled row. Worked example: rows = [[0, 2], [1, -1]] copies arrival 0 to rows 0 and 2, arrival 1 to row 1.
@@ -141,9 +141,9 @@ def place_rows(source, rows, out, num_bytes, stream=False):
         for k in range(rows.shape[1]):
             if rows[i, k] >= 0 and source[i] != 0:
                 if stream:
-                    stream_bytes(out + rows[i, k] * num_bytes, source[i], num_bytes)
+                    stream_bytes(out + rows[i, k] * num_bytes, source[i] + at, num_bytes)
                 else:
-                    copy_bytes(out + rows[i, k] * num_bytes, source[i], num_bytes)
+                    copy_bytes(out + rows[i, k] * num_bytes, source[i] + at, num_bytes)
     store_fence()
 
 
@@ -221,91 +221,103 @@ def overlay_rows(table, tokens, rows):
 
 
 @njit(nogil=True, cache=True)
-def write_routing(records, stride, topk_at, weights_at, token_at, tokens, rank, slot_rank, slot_local, weights):
-    """Write the routing part of dispatch records: the token's local ids and weights on `rank`, and its index."""
+def write_routing(at, tokens, rank, slot_rank, slot_local, weights):
+    """Write the routing of rows for `rank` to address `at`: for every token its local ids, weights and index, int32
+    and float32 [2 * K + 1] each.
+
+    Worked example, K = 2: token 5 with slot_rank = [1, 0], slot_local = [3, 4] and weights = [0.5, 2.0] is, for rank 1,
+    3, -1, 0.5, 0.0, 5.
+    """
     num_topk = slot_rank.shape[1]
+    width = 2 * num_topk + 1
+    ints, floats = view(at, tokens.size * width, np.int32), view(at, tokens.size * width, np.float32)
     for i in range(tokens.size):
-        t = tokens[i]
-        record = records + i * stride
-        ids = view(record + topk_at, num_topk, np.int32)
-        share = view(record + weights_at, num_topk, np.float32)
+        t, first = tokens[i], i * width
         for k in range(num_topk):
             here = slot_rank[t, k] == rank
-            ids[k] = slot_local[t, k] if here else np.int32(-1)
-            share[k] = weights[t, k] if here else np.float32(0)
-        view(record + token_at, 1, np.int32)[0] = t
+            ints[first + k] = slot_local[t, k] if here else np.int32(-1)
+            floats[first + num_topk + k] = weights[t, k] if here else np.float32(0)
+        ints[first + 2 * num_topk] = t
 
 
 @njit(nogil=True, cache=True)
-def read_routing(records, stride, topk_at, weights_at, token_at, topk_idx, weights, tokens):
-    """Read the routing part of consecutive dispatch records into topk_idx [n, K], weights [n, K], tokens [n]."""
-    num_topk = topk_idx.shape[1]
-    for i in range(tokens.size):
-        record = records + i * stride
-        ids = view(record + topk_at, num_topk, np.int32)
-        share = view(record + weights_at, num_topk, np.float32)
-        for k in range(num_topk):
-            topk_idx[i, k] = ids[k]
-            weights[i, k] = share[k]
-        tokens[i] = view(record + token_at, 1, np.int32)[0]
+def read_routing(at, apart, offsets, num_topk):
+    """What `write_routing` wrote on every rank: rows offsets[r]:offsets[r + 1] begin at address at + r * apart.
 
-
-@njit(nogil=True, cache=True)
-def count_experts(topk_idx, num_local_experts):
-    """Selections per local expert: topk_idx [n, K] local ids with -1 -> int32 [num_local_experts]."""
-    counts = np.zeros(num_local_experts, np.int32)
-    for expert in topk_idx.flat:
-        if expert >= 0:
-            counts[expert] += 1
-    return counts
-
-
-@njit(nogil=True, cache=True)
-def group_offsets(counts, alignment, room):
-    """Rows of each expert's group with padding, int64 [L], and where the groups begin, int64 [L + 1].
-
-    A group has `room` rows, or, if that is 0, its count rounded up to `alignment`.
-    Worked example: counts = [3, 0, 5], alignment = 4 gives [4, 0, 8] and [0, 4, 4, 12].
+    -> topk_idx [m, K] int32, weights [m, K] float32, tokens [m] int32.
     """
-    padded = np.empty(counts.size, np.int64)
-    offsets = np.zeros(counts.size + 1, np.int64)
-    for expert in range(counts.size):
+    width = 2 * num_topk + 1
+    num_rows = offsets[-1]
+    topk_idx = np.empty((num_rows, num_topk), np.int32)
+    weights = np.empty((num_rows, num_topk), np.float32)
+    tokens = np.empty(num_rows, np.int32)
+    for rank in range(offsets.size - 1):
+        count = (offsets[rank + 1] - offsets[rank]) * width
+        ints, floats = view(at + rank * apart, count, np.int32), view(at + rank * apart, count, np.float32)
+        for i in range(offsets[rank], offsets[rank + 1]):
+            first = (i - offsets[rank]) * width
+            for k in range(num_topk):
+                topk_idx[i, k] = ints[first + k]
+                weights[i, k] = floats[first + num_topk + k]
+            tokens[i] = ints[first + 2 * num_topk]
+    return topk_idx, weights, tokens
+
+
+@njit(nogil=True, cache=True)
+def record_addresses(records, apart, stride, offsets, present):
+    """int64 [m]: where the records of the rows offsets[r]:offsets[r + 1] lie, from records + r * apart on, `stride`
+    apart; 0 for rows of ranks that are not `present` [R] (0 = absent).
+
+    Worked example: records = 1000, apart = 100, stride = 10, offsets = [0, 2, 3], present = [2, 1] gives
+    [1000, 1010, 1100].
+    """
+    found = np.zeros(offsets[-1], np.int64)
+    for rank in range(present.size):
+        if present[rank]:
+            for i in range(offsets[rank], offsets[rank + 1]):
+                found[i] = records + rank * apart + (i - offsets[rank]) * stride
+    return found
+
+
+@njit(nogil=True, cache=True)
+def arrange(topk_idx, num_local_experts, alignment, room, compact):
+    """The output row of every received selection, before any row has moved.
+
+    topk_idx [m, K] int32 local ids, -1 = none -> rows [m, K] int64 (-1 = none), counts int32 [L] (selections per
+    expert), padded int64 [L] (rows of each expert's group: `room`, or, if that is 0, the count rounded up to
+    `alignment`) and offsets int64 [L + 1] (where the groups begin).
+
+    With `compact` row i is arrival i, at its highest slot; else rows of one expert follow in the order of arrivals,
+    which is (source rank, source token), then slot.
+
+    Worked example: topk_idx = [[0, 1], [1, -1], [0, 0]], L = 2, alignment = 4 gives counts = [3, 2], padded = [4, 4],
+    offsets = [0, 4, 8] and rows = [[0, 4], [5, -1], [1, 2]]; with `compact` rows = [[-1, 0], [1, -1], [-1, 2]].
+    """
+    num_rows, num_topk = topk_idx.shape
+    counts = np.zeros(num_local_experts, np.int32)
+    for i in range(num_rows):
+        for k in range(num_topk):
+            if topk_idx[i, k] >= 0:
+                counts[topk_idx[i, k]] += 1
+    padded = np.empty(num_local_experts, np.int64)
+    offsets = np.zeros(num_local_experts + 1, np.int64)
+    for expert in range(num_local_experts):
         padded[expert] = room if room > 0 else (counts[expert] + alignment - 1) // alignment * alignment
         offsets[expert + 1] = offsets[expert] + padded[expert]
-    return padded, offsets
-
-
-@njit(nogil=True, cache=True)
-def place_compact(topk_idx):
-    """Output row of every received selection if a row stands once, at its highest slot: int64 [n, K], -1 elsewhere.
-
-    Worked example: topk_idx = [[0, -1], [1, 0]] gives [[0, -1], [-1, 1]].
-    """
-    rows = np.full(topk_idx.shape, -1, np.int64)
-    for i in range(topk_idx.shape[0]):
-        for k in range(topk_idx.shape[1] - 1, -1, -1):
-            if topk_idx[i, k] >= 0:
-                rows[i, k] = i
-                break
-    return rows
-
-
-@njit(nogil=True, cache=True)
-def place_experts(topk_idx, offsets):
-    """Output row of every received selection: topk_idx [n, K], offsets [L + 1] -> int64 [n, K], -1 = none.
-
-    Rows of one expert follow in the order of received rows, which is (source rank, source token), then slot.
-    Worked example: topk_idx = [[0, 1], [1, -1], [0, 0]], offsets = [0, 4, 8] gives [[0, 4], [5, -1], [1, 2]].
-    """
-    rows = np.full(topk_idx.shape, -1, np.int64)
-    cursor = offsets.astype(np.int64)
-    for i in range(topk_idx.shape[0]):
-        for k in range(topk_idx.shape[1]):
+    rows = np.full((num_rows, num_topk), -1, np.int64)
+    cursor = offsets[:num_local_experts].copy()
+    for i in range(num_rows):
+        last = -1
+        for k in range(num_topk):
             expert = topk_idx[i, k]
             if expert >= 0:
-                rows[i, k] = cursor[expert]
-                cursor[expert] += 1
-    return rows
+                last = k
+                if not compact:
+                    rows[i, k] = cursor[expert]
+                    cursor[expert] += 1
+        if compact and last >= 0:
+            rows[i, last] = i
+    return rows, counts, padded, offsets
 
 
 @njit(nogil=True, cache=True, error_model="numpy")

@@ -1,10 +1,12 @@
-"""One token's record in a window: where its payload, scale factors and routing lie.
+"""One token's record in a window: where its payload and scale factors lie, and its routing.
 
-    dispatch record   payload | sf | topk_idx int32[K] | topk_weights float32[K] | token int32    one per (token, rank)
-    combine record    payload | sf | weight float32                                          one per (token, top-k slot)
+    dispatch record   payload | sf                                                              one per (token, rank)
+    routing           topk_idx int32[K] | topk_weights float32[K] | token int32                 one per (token, rank)
+    combine record    payload | sf | weight float32                                        one per (token, top-k slot)
 
-Every part starts on a 16-byte boundary, so that a part can be moved in 128-bit pieces, and every record on a cache
-line. `topk_idx` holds local expert ids of the receiving rank and -1 elsewhere.
+Every part of a record starts on a 16-byte boundary, so that it can be moved in 128-bit pieces, and every record on a
+cache line. The routing of all rows lies side by side, apart from them: it is read before they are, and may come without
+them. `topk_idx` holds local expert ids of the receiving rank and -1 elsewhere.
 """
 
 from __future__ import annotations
@@ -37,13 +39,12 @@ def max_combine_bytes(hidden: int) -> int:
 class DispatchRow:
     """Byte offsets inside a dispatch record.
 
-    >>> DispatchRow(payload_bytes=14336, sf_bytes=0, num_topk=8).stride
-    14464
+    >>> DispatchRow(payload_bytes=7168, sf_bytes=224).stride
+    7424
     """
 
     payload_bytes: int
     sf_bytes: int
-    num_topk: int
 
     @cached_property
     def data_bytes(self) -> int:
@@ -54,20 +55,17 @@ class DispatchRow:
         return round_up(self.payload_bytes, ALIGN)
 
     @cached_property
-    def topk_idx(self) -> int:
-        return self.data_bytes
-
-    @cached_property
-    def topk_weights(self) -> int:
-        return self.topk_idx + round_up(4 * self.num_topk, ALIGN)
-
-    @cached_property
-    def token(self) -> int:
-        return self.topk_weights + round_up(4 * self.num_topk, ALIGN)
-
-    @cached_property
     def stride(self) -> int:
-        return round_up(self.token + ALIGN, LINE_BYTES)
+        return round_up(self.data_bytes, LINE_BYTES)
+
+
+def routing_bytes(num_topk: int) -> int:
+    """Bytes of one row's routing.
+
+    >>> routing_bytes(8)
+    68
+    """
+    return 4 * (2 * num_topk + 1)
 
 
 @dataclass(frozen=True)

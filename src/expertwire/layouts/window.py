@@ -18,7 +18,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from expertwire._math import round_up
-from expertwire.layouts.rows import LINE_BYTES, CombineRow, DispatchRow, max_combine_bytes, max_data_bytes
+from expertwire.layouts.rows import (
+    LINE_BYTES,
+    CombineRow,
+    DispatchRow,
+    max_combine_bytes,
+    max_data_bytes,
+    routing_bytes,
+)
 
 HEADER_BYTES = 256
 GUARD_BYTES = 64
@@ -53,9 +60,17 @@ class WindowLayout:
 
     @cached_property
     def dispatch_region_bytes(self) -> int:
-        """One writer's share of one bank."""
-        record = DispatchRow(max_data_bytes(self.hidden), 0, self.num_topk).stride
-        return round_up(HEADER_BYTES + self.capacity * record, LINE_BYTES)
+        """One writer's share of one bank: header, routing, rows."""
+        return HEADER_BYTES + self._routing_bytes + self.capacity * DispatchRow(max_data_bytes(self.hidden), 0).stride
+
+    @cached_property
+    def _routing_bytes(self) -> int:
+        return round_up(self.capacity * routing_bytes(self.num_topk), LINE_BYTES)
+
+    @cached_property
+    def dispatch_apart(self) -> int:
+        """Bytes from one writer's region to that of the next."""
+        return self.dispatch_region_bytes + GUARD_BYTES
 
     @cached_property
     def _combine_records_bytes(self) -> int:
@@ -88,16 +103,20 @@ class WindowLayout:
     @cached_property
     def _combine(self) -> int:
         regions = self.num_banks * self.num_ranks
-        return self._dispatch + regions * (self.dispatch_region_bytes + GUARD_BYTES)
+        return self._dispatch + regions * self.dispatch_apart
 
     def dispatch_header(self, bank: int, writer: int) -> int:
         assert 0 <= bank < self.num_banks
         assert 0 <= writer < self.num_ranks
-        return self._dispatch + (bank * self.num_ranks + writer) * (self.dispatch_region_bytes + GUARD_BYTES)
+        return self._dispatch + (bank * self.num_ranks + writer) * self.dispatch_apart
+
+    def dispatch_routing(self, bank: int, writer: int) -> int:
+        """Byte offset of the routing of the first row; that of the others follows, `routing_bytes` each."""
+        return self.dispatch_header(bank, writer) + HEADER_BYTES
 
     def dispatch_rows(self, bank: int, writer: int) -> int:
         """Byte offset of the first record; the others follow at the stride of the call's `DispatchRow`."""
-        return self.dispatch_header(bank, writer) + HEADER_BYTES
+        return self.dispatch_routing(bank, writer) + self._routing_bytes
 
     def combine_header(self, bank: int, writer: int) -> int:
         assert 0 <= bank < self.num_banks

@@ -2,8 +2,8 @@
 
 A protocol is a generator that yields these records and receives the answer of each: `Wait` is answered with the count
 that the word carries, everything else with None. The host engine executes them with real bytes; the checker explores
-them with symbolic ones; the GPU kernels restate them. They are tuples since a call makes dozens of them: tell them apart
-by their types, never by ==.
+them with symbolic ones; the GPU kernels restate them. They are tuples, since a call makes dozens of them: tell them
+apart by their types, never by ==.
 
 Orders and scopes carry PTX's names, the verbs OpenSHMEM's meanings.
 """
