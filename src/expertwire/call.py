@@ -104,6 +104,11 @@ def record(kind: type[R], complete: Callable[[], dict[str, Any]], deferred: bool
     return made
 
 
+def any_requires_grad(*tensors: torch.Tensor | None) -> bool:
+    """Whether a gradient is wanted of one of them."""
+    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
 def as_rows(grad: torch.Tensor | None, num_rows: int, hidden: int) -> torch.Tensor:
     """A gradient as contiguous bfloat16 [num_rows, hidden]; zeros where autograd has none."""
     if grad is None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from expertwire import _check
 from expertwire.autograd import attach
-from expertwire.call import Context, as_rows, check_handle, record
+from expertwire.call import Context, any_requires_grad, as_rows, check_handle, record
 from expertwire.errors import InvalidArgument
 from expertwire.formats import BF16, WireFormat
 from expertwire.handle import Combined, Handle
@@ -21,8 +20,7 @@ from expertwire.layouts.receive import Layout
 from expertwire.steps import Sums
 
 
-@dataclass(frozen=True)
-class _Plan:
+class _Plan(NamedTuple):
     """A combine whose arguments were checked."""
 
     handle: Handle
@@ -98,8 +96,9 @@ class Combiner:
             _check.tensor(rank, "bias", one, (torch.bfloat16,), dims, str(list(dims)))
         weighted = not compact and handle._routing.weighted
         rows: Rows = "rank" if compact or reduce == "rank" else "token"
-        tracked = (x, topk_weights, *biases, handle._edge, handle.topk_weights if weighted else None)
-        needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tracked)
+        needs_grad = torch.is_grad_enabled() and any_requires_grad(
+            x, topk_weights, *biases, handle._edge, handle.topk_weights if weighted else None
+        )
         text = (
             f"{wire.name}, a row per {rows}, compact={compact}, weighted={weighted}, "
             f"weights={topk_weights is not None}, routing of dispatch {handle._number}"
@@ -145,7 +144,7 @@ class Combiner:
         """Dispatch `rows` [T, hidden] along the routing of `handle`, with `weights` [T, K] if given."""
         routing = handle._routing
         if weights is not None:
-            routing = replace(routing, weights=weights.contiguous().numpy())
+            routing = routing._replace(weights=weights.contiguous().numpy())
         receive = self._steps.dispatch(
             self._steps.dispatches.begin(), routing, self._engine.encode(rows, BF16()),
             Header(f"backward of combine of dispatch {handle._number}"),

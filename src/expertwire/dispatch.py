@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from expertwire import _check
 from expertwire.autograd import attach
-from expertwire.call import Context, as_rows, check_handle, record
+from expertwire.call import Context, any_requires_grad, as_rows, check_handle, record
 from expertwire.errors import InvalidArgument
 from expertwire.formats import BF16, FP8Block, WireFormat
 from expertwire.formats.fp8 import column_major
@@ -22,8 +21,7 @@ from expertwire.host.runtime import Header
 from expertwire.layouts.receive import Layout
 
 
-@dataclass(frozen=True)
-class _Plan:
+class _Plan(NamedTuple):
     """A dispatch whose arguments were checked. `wire` is None for opaque rows, which keep their `dtypes`."""
 
     handle: Handle
@@ -156,10 +154,10 @@ class Dispatcher:
         else:
             wire = wire or BF16()
             rows, dtypes = self._encoded_rows(x, wire)
-        tracked = [t for t in (None if opaque else x, topk_weights) if t is not None and t.requires_grad]
-        needs_grad = torch.is_grad_enabled() and bool(tracked)
+        tracked = None if opaque else x
+        needs_grad = torch.is_grad_enabled() and any_requires_grad(tracked, topk_weights)
         if needs_grad:
-            _check.differentiable_rows(rank, None if opaque else x, wire, zero_copy)
+            _check.differentiable_rows(rank, tracked, wire, zero_copy)
         text = (
             f"{wire.name if wire else 'opaque'} rows of {rows.payload_bytes}+{rows.sf_bytes} bytes, "
             f"weights={handle._routing.weighted}, routing of dispatch {handle._number}, "
@@ -167,7 +165,7 @@ class Dispatcher:
         )
         return _Plan(
             handle, rows, dtypes, wire, handle._arrangement, cached, Header(text, needs_grad),
-            None if opaque else x, topk_weights,
+            tracked, topk_weights,
         )  # fmt: skip
 
     def _encoded_rows(self, x: Any, wire: WireFormat) -> tuple[WireRows, tuple[torch.dtype, torch.dtype | None]]:

@@ -6,8 +6,8 @@ Every rank makes the same steps in the same order, forward and backward passes a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import TracebackType
+from typing import NamedTuple
 
 import torch
 
@@ -21,8 +21,7 @@ from expertwire.protocols import lane as protocol
 from expertwire.protocols.lane import Lane
 
 
-@dataclass(frozen=True)
-class Sums:
+class Sums(NamedTuple):
     """What combine brought: x [T, hidden], routed weights [T, K] or None, rows that masked ranks did not send."""
 
     x: torch.Tensor

@@ -15,6 +15,7 @@ from expertwire.host.dispatch import Arrivals, Routing
 from expertwire.host.kernels import Array
 from expertwire.host.runtime import Header, HostRuntime, Segments, any_needs_grad
 from expertwire.layouts.rows import CombineRow
+from expertwire.layouts.window import HEADER_BYTES
 from expertwire.ordering.operations import Region
 from expertwire.protocols import lane as protocol
 from expertwire.protocols.lane import Lane
@@ -78,8 +79,7 @@ def receive(
     """
     layout, bank = runtime.layout, lane.bank(epoch)
     counts = runtime.run("combine receive", protocol.receive(lane, runtime.rank, epoch, runtime.num_ranks))
-    headers = [layout.combine_header(bank, writer) for writer in range(runtime.num_ranks)]
-    flags = runtime.check_headers("combine", epoch, counts, headers, settings)
+    flags = runtime.check_headers("combine", epoch, counts, layout.combine_header(bank, 0), HEADER_BYTES, settings)
     heard = np.array([peer in counts for peer in range(runtime.num_ranks)])
     if rows == "none":
         return np.zeros(routing.slot_rank.shape, np.int64), heard, 0, any_needs_grad(flags)

@@ -8,9 +8,8 @@ window: unless the receive half is deferred, it is read where the caller keeps i
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,13 +23,13 @@ from expertwire.protocols.epoch_signal import REFUSED
 from expertwire.protocols.lane import Lane, ring
 
 
-@dataclass(frozen=True)
-class Routing:
+class Routing(NamedTuple):
     """Where the selections of this rank's tokens go. Made from `topk_idx` alone; T tokens, K slots, R ranks.
 
     slot_rank, slot_local [T, K] int32   rank and local expert of each slot, -1 = none
     is_last [T, K] bool                  the slot is the highest of its token that its rank serves
     offsets [R + 1], tokens              rank r gets tokens[offsets[r]:offsets[r + 1]]
+    rows_per_peer                        how many that are, per rank
     weights [T, K] float32               all ones where the caller gave none (`weighted` False)
     repeats, illegal                     selections that count as none: repeats of an expert, ids that are none
     """
@@ -40,6 +39,7 @@ class Routing:
     is_last: Array
     offsets: Array
     tokens: Array
+    rows_per_peer: list[int]
     weights: Array
     weighted: bool
     repeats: int
@@ -49,17 +49,12 @@ class Routing:
     def num_tokens(self) -> int:
         return int(self.slot_rank.shape[0])
 
-    @cached_property
-    def rows_per_peer(self) -> list[int]:
-        return [last - first for first, last in pairwise(self.offsets.tolist())]
-
     def tokens_for(self, peer: int) -> Array:
         tokens: Array = self.tokens[self.offsets[peer] : self.offsets[peer + 1]]
         return tokens
 
 
-@dataclass(frozen=True)
-class Arrivals:
+class Arrivals(NamedTuple):
     """What arrived: m rows by source rank, then source token.
 
     offsets [R + 1]          rows offsets[s]:offsets[s + 1] come from rank s
@@ -92,8 +87,7 @@ class Arrivals:
         return slots
 
 
-@dataclass(frozen=True)
-class WireRows:
+class WireRows(NamedTuple):
     """Encoded rows of this rank: address of row 0, bytes per row, for payload and scale factors. `owner` keeps them."""
 
     payload: int
@@ -103,8 +97,7 @@ class WireRows:
     owner: object
 
 
-@dataclass(frozen=True)
-class Sent:
+class Sent(NamedTuple):
     """What a rank that receives at once still has to do with its own rows: place them, and put the announced ones to
     `announced` peers."""
 
@@ -113,12 +106,11 @@ class Sent:
     announced: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Meeting:
+class Meeting(NamedTuple):
     """What the headers said: `coming`, the rows that peers announced; `deferring`, the peers that give no places."""
 
     coming: dict[int, int]
-    deferring: tuple[int, ...]
+    deferring: list[int]
 
 
 Place = tuple[int, int]  # where in the reader's outputs payload and scale factors of a writer's first row go
@@ -201,10 +193,9 @@ def receive(
     counts = runtime.run(
         "dispatch receive", protocol.receive(lane, runtime.rank, epoch, runtime.num_ranks), since=since
     )
-    headers = [layout.dispatch_header(bank, writer) for writer in range(runtime.num_ranks)]
-    flags = runtime.check_headers("dispatch", epoch, counts, headers, settings)
-    present = [counts.get(peer, 0) for peer in range(runtime.num_ranks)]
     own, apart = runtime.base[runtime.rank], layout.dispatch_apart
+    flags = runtime.check_headers("dispatch", epoch, counts, layout.dispatch_header(bank, 0), apart, settings)
+    present = [counts.get(peer, 0) for peer in range(runtime.num_ranks)]
     arrivals = known
     if arrivals is None:
         offsets = np.array([*accumulate(present, initial=0)], np.int64)
@@ -217,7 +208,7 @@ def receive(
         own + layout.dispatch_rows(bank, 0), apart, row.stride, arrivals.offsets, np.array(present, np.int64)
     )
     coming = {peer: counts[peer] for peer, flag in flags.items() if flag & ANNOUNCES}
-    deferring = tuple(peer for peer, flag in flags.items() if flag & DEFERS)
+    deferring = [peer for peer, flag in flags.items() if flag & DEFERS]
     return arrivals, records, any_needs_grad(flags), Meeting(coming, deferring)
 
 

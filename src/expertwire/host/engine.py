@@ -8,8 +8,9 @@ from) -> `receive_combine` (sums).
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -33,8 +34,7 @@ _dispatch_row = lru_cache(maxsize=64)(DispatchRow)
 _combine_row = lru_cache(maxsize=64)(CombineRow)
 
 
-@dataclass(frozen=True)
-class Arrangement:
+class Arrangement(NamedTuple):
     """How the caller wants rows arranged; `fixed_size` for `counts="device"`."""
 
     layout: Layout
@@ -42,8 +42,7 @@ class Arrangement:
     fixed_size: bool
 
 
-@dataclass(frozen=True)
-class Placed:
+class Placed(NamedTuple):
     """Where received rows have their places. `rows` [m, K] is the output row of each arrival and slot, -1 = none."""
 
     layout: Layout
@@ -74,8 +73,7 @@ class Placed:
         return found
 
 
-@dataclass(frozen=True)
-class Received:
+class Received(NamedTuple):
     """One dispatch as it arrived: uint8 [num_rows, bytes per row] of payload and scale factors, in their places."""
 
     placed: Placed
@@ -109,12 +107,13 @@ class HostEngine:
 
     def route(self, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None, *, distinct: bool) -> Routing:
         """Where the selections go; `distinct` drops a later slot that repeats an expert of its token."""
-        ids = topk_idx.to(torch.int64).numpy()
+        ids = (topk_idx if topk_idx.dtype is torch.int64 else topk_idx.long()).numpy()
         weights = np.ones(ids.shape, np.float32) if topk_weights is None else topk_weights.detach().numpy().copy()
-        routed = self.kernels.route(ids, self.expert_rank, self.expert_local, self.num_ranks, distinct)
-        slot_rank, slot_local, is_last, offsets, tokens, repeats, illegal = routed
-        weighted = topk_weights is not None
-        return Routing(slot_rank, slot_local, is_last, offsets, tokens, weights, weighted, repeats, illegal)
+        slot_rank, slot_local, is_last, offsets, tokens, repeats, illegal = self.kernels.route(
+            ids, self.expert_rank, self.expert_local, self.num_ranks, distinct
+        )
+        per_peer, weighted = [last - first for first, last in pairwise(offsets.tolist())], topk_weights is not None
+        return Routing(slot_rank, slot_local, is_last, offsets, tokens, per_peer, weights, weighted, repeats, illegal)
 
     def encode(self, x: torch.Tensor, wire: WireFormat) -> WireRows:
         """Rows in their wire format. BF16 rows are not copied."""
@@ -210,7 +209,7 @@ class HostEngine:
         arrivals, records, needs_grad, meeting = dispatch.receive(runtime, lane, epoch, row, settings, repeated, since)
         for peer, count in enumerate(arrivals.rows_per_peer.tolist()):
             self.rows_received[peer] += count
-        placed = replace(known, arrivals=arrivals) if known else self._place(arrivals, arrangement)
+        placed = known._replace(arrivals=arrivals) if known else self._place(arrivals, arrangement)
         bank = lane.bank(epoch) if reuse_bank else None
         blank = zero_unused or bool(runtime.masked)
         direct = sent is not None and bool(meeting.coming) and placed.layout is Layout.COMPACT

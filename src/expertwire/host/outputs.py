@@ -50,10 +50,10 @@ class Outputs:
             return None
         if end > self._touched and not self._populate(end):
             return None
-        loan = self._memory[first : first + num_bytes]
+        loan = self._memory[first : first + num_bytes].reshape(shape)
         self._taken[id(loan)] = first, end
         self._loans[id(loan)] = weakref.ref(loan, partial(self._return, id(loan)))
-        return torch.from_numpy(loan).view(*shape)
+        return torch.from_numpy(loan)
 
     def _populate(self, end: int) -> bool:
         """Take the pages up to `end` now: a page that cannot be had later would kill whoever touches it (SIGBUS)."""

@@ -9,9 +9,8 @@ from __future__ import annotations
 import os
 import struct
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Collection
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,8 +51,7 @@ Segments = list[tuple[Array, int]]  # (byte offsets in the reader's window, byte
 Put = Callable[[int, Region, int], Segments]
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
+class Header(NamedTuple):
     """What travels in front of the rows of a put: the settings of the call, to be compared, and the wish for gradients.
 
     Backward passes are collective: if one rank needs gradients, all take part.
@@ -122,7 +120,7 @@ class HostRuntime:
         self._told_itself: dict[Word, int] = {}
         self._excluded = [layout.word("excluded", peer) // 8 for peer in range(self.num_ranks)]
         self.base = [window.ctypes.data for window in transport.windows]
-        self.bytes_of = [memoryview(window) for window in transport.windows]  # small pieces: quicker than an array
+        self.bytes_of = [memoryview(window) for window in transport.windows]  # type: ignore[arg-type]
         self.own = transport.windows[self.rank]
         self._words = self.bytes_of[self.rank][: layout.words_bytes].cast("q")  # to look at without an order
         self.output_base = [output.ctypes.data for output in transport.outputs]
@@ -233,13 +231,14 @@ class HostRuntime:
                 if answer is not None:
                     counts[operation.word.writer] = answer
             elif isinstance(operation, PutSignal):
-                peer, region, count, word, epoch = operation
+                peer, count = operation.peer, operation.count
                 if self._usable(peer):
                     assert put is not None
-                    self.deliver(peer, put(peer, region, count), word, epoch, count)
+                    segments = put(peer, operation.region, count)
+                    self.deliver(peer, segments, operation.word, operation.epoch, count)
             elif isinstance(operation, Signal):
                 if operation.peer not in self.masked:
-                    self.publish(*operation)
+                    self.publish(operation.peer, operation.word, operation.epoch, operation.count)
             else:  # the caller reads the rows where they lie, before it runs `finish`
                 assert isinstance(operation, Load), f"the host engine has no {operation}"
 
@@ -299,24 +298,26 @@ class HostRuntime:
         return [(np.array([offset]), len(packed))] if self.hands_over else []
 
     def check_headers(
-        self, phase: str, epoch: int, counts: dict[int, int], offsets: Sequence[int], expected: str
+        self, phase: str, epoch: int, counts: dict[int, int], first: int, apart: int, expected: str
     ) -> dict[int, int]:
-        """Raise if a peer refused this step, or called it with other settings. The flags of every peer."""
+        """Raise if a peer refused this step, or called it with other settings. The flags of every peer, whose header
+        lies at byte first + peer * apart."""
         same, own = Header(expected).pack(epoch)[1:], self.bytes_of[self.rank]
         flags = {}
         for peer in counts:
-            first = offsets[peer]
-            if own[first + 1 : first + 1 + len(same)] != same:
-                self._raise_for_headers(phase, epoch, counts, offsets, expected)
-            flags[peer] = own[first]
+            at = first + peer * apart
+            if own[at + 1 : at + 1 + len(same)].tobytes() != same:
+                self._raise_for_headers(phase, epoch, counts, first, apart, expected)
+            flags[peer] = own[at]
         return flags
 
     def _raise_for_headers(
-        self, phase: str, epoch: int, counts: dict[int, int], offsets: Sequence[int], expected: str
+        self, phase: str, epoch: int, counts: dict[int, int], first: int, apart: int, expected: str
     ) -> None:
         texts = {}
         for peer in counts:
-            seen, texts[peer] = Header.unpack(self.own[offsets[peer] : offsets[peer] + HEADER_BYTES].tobytes())
+            at = first + peer * apart
+            seen, texts[peer] = Header.unpack(self.own[at : at + HEADER_BYTES].tobytes())
             if seen != epoch:
                 there = f"of {phase} {seen}" if seen else "from before the first call"
                 raise TransportBroken(

@@ -2,14 +2,16 @@
 
 A protocol is a generator that yields these records and receives the answer of each: `Wait` is answered with the count
 that the word carries, everything else with None. The host engine executes them with real bytes; the checker explores
-them with symbolic ones; the GPU kernels restate them. They are tuples, since a call makes dozens of them: tell them
-apart by their types, never by ==.
+them with symbolic ones; the GPU kernels restate them.
+
+A call makes dozens of these records, so they are cheap ones: regions and words are tuples, operations are not frozen.
 
 Orders and scopes carry PTX's names, the verbs OpenSHMEM's meanings.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -50,7 +52,8 @@ class Word(NamedTuple):
     bank: int = 0
 
 
-class Put(NamedTuple):
+@dataclass(slots=True)
+class Put:
     """Write `count` rows of `region` into the window of `peer`. Says nothing about when the reader may look."""
 
     peer: int
@@ -58,7 +61,8 @@ class Put(NamedTuple):
     count: int
 
 
-class Signal(NamedTuple):
+@dataclass(slots=True)
+class Signal:
     """Set a word in the window of `peer` to (epoch, count), ordered after this rank's earlier *reads* (release)."""
 
     peer: int
@@ -67,7 +71,8 @@ class Signal(NamedTuple):
     count: int = 0
 
 
-class PutSignal(NamedTuple):
+@dataclass(slots=True)
+class PutSignal:
     """Write rows, then set the word that vouches for them: whoever acquires the word sees the rows.
 
     The one primitive that a transport must provide; by which mechanism is its own business.
@@ -80,7 +85,8 @@ class PutSignal(NamedTuple):
     epoch: int
 
 
-class Wait(NamedTuple):
+@dataclass(slots=True)
+class Wait:
     """Block until the word of this rank's own window holds `epoch` or a later one (acquire).
 
     Answered with the word's count, or with None when the writer is masked and will not be waited for.
@@ -90,21 +96,24 @@ class Wait(NamedTuple):
     epoch: int
 
 
-class Load(NamedTuple):
+@dataclass(slots=True)
+class Load:
     """Read `count` rows of a region in this rank's own window."""
 
     region: Region
     count: int
 
 
-class Store(NamedTuple):
+@dataclass(slots=True)
+class Store:
     """Write `count` rows of a region in this rank's own window."""
 
     region: Region
     count: int
 
 
-class Fence(NamedTuple):
+@dataclass(slots=True)
+class Fence:
     """Order this thread's earlier accesses before its later ones."""
 
     order: Order = Order.ACQ_REL
