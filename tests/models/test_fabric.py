@@ -98,7 +98,7 @@ def test_timeouts_count_simulated_seconds():
                     turns.stop(0, lambda: turns.time_s > 4000)
                 return None
             with pytest.raises(
-                ew.PeerTimeout, match=r"waited 3600\.\d s in phase 'dispatch receive' for rank\(s\) \[0\]"
+                ew.PeerTimeout, match=r"waited 360[01]\.\d s in phase 'dispatch receive' for rank\(s\) \[0\]"
             ):
                 buf.dispatch(torch.zeros(1, 8, dtype=torch.bfloat16), torch.zeros(1, 1, dtype=torch.int64))
         return True
