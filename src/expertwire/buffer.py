@@ -354,7 +354,7 @@ class Buffer:
         they first are: this is the size for one kind, with experts spread evenly. Copies of it are the caller's.
 
         >>> Buffer.size_hint(num_ranks=8, hidden=7168, num_topk=8, num_max_tokens_per_rank=128)
-        103577792
+        103454912
         >>> from expertwire import FP8Block
         >>> Buffer.size_hint(num_ranks=8, hidden=7168, num_topk=8, num_max_tokens_per_rank=128, max_in_flight=1,
         ...                  device="cuda", num_experts=256, layout=Layout.EXPERT_SLOTS, wire=FP8Block())
