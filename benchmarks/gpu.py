@@ -84,12 +84,12 @@ def check_case(shape, layout, wire, *, fused=False, alignment=1, deferred=False,
         def dispatch(r, made=made):
             engine, step = ranks.engines[r], made[r]
             if fused:
-                engine.dispatch_fused(ranks.xs[r], step, places[r], receive=not deferred)
+                engine.dispatch_fused(ranks.xs[r], step, places[r])
             else:
                 plan = engine.plan(step, places[r])
                 engine.send(ranks.xs[r], None, plan, step, places[r], receive=not deferred)
             if deferred:
-                engine.await_rows(step, total=fused)
+                engine.await_rows(step)
 
         def combine(r, made=made, outs=outs):
             ranks.engines[r].combine(ys[r], None, made[r], outs[r], weighted=layout is not COMPACT, finish=True)
@@ -135,9 +135,9 @@ def differences(where, shape, layout, places, bank, step, mine, out, summed):
 CASES = [
     (Shape(1, 32, 64), SLOTS, "fp8", {"fused": True}),
     (Shape(1, 33, 60), SLOTS, "ue8m0", {"fused": True}),
-    (Shape(2, 32, 64), SLOTS, "fp8", {"fused": True}),
-    (Shape(8, 16, 64, hidden=1024), SLOTS, "fp8", {"fused": True, "deferred": True}),
-    (Shape(4, 16, 62, hidden=1032), SLOTS, "bf16", {"fused": True}),
+    (Shape(2, 32, 64), SLOTS, "fp8", {}),
+    (Shape(8, 16, 64, hidden=1024), SLOTS, "fp8", {"deferred": True}),
+    (Shape(4, 16, 62, hidden=1032), SLOTS, "bf16", {}),
     (Shape(1, 200, 64), COMPACT, "fp8", {}),
     (Shape(2, 300, 64), COMPACT, "bf16", {}),
     (Shape(4, 130, 256, hidden=2048), COMPACT, "fp8", {"deferred": True}),
@@ -190,13 +190,13 @@ def decode_case(tokens, experts):
     step = ranks.steps(SLOTS)[0]
     y = torch.randn(experts * tokens, 7168, device="cuda").bfloat16()
     out = torch.empty_like(x)
-    dispatch = total(lambda: engine.dispatch_fused(x, step, places, receive=True))
+    dispatch = total(lambda: engine.dispatch_fused(x, step, places))
     combine = total(lambda: engine.combine(y, None, step, out, weighted=True))
     owned = {}
     payload_out = torch.empty_like(places.payload(0))
 
     def dispatch_owned():
-        engine.dispatch_fused(x, step, places, receive=True)
+        engine.dispatch_fused(x, step, places)
         engine.copy_rows(places.payload(0), payload_out, step.expert_counts, step.offsets, tokens)
 
     owned["dispatch_owned_us"] = total(dispatch_owned)
@@ -225,7 +225,8 @@ def virtual_case(num_ranks):
     outs = [torch.empty_like(x) for x in ranks.xs]
 
     def dispatch(r):
-        ranks.engines[r].dispatch_fused(ranks.xs[r], made[r], places[r], receive=True)
+        plan = ranks.engines[r].plan(made[r], places[r])
+        ranks.engines[r].send(ranks.xs[r], None, plan, made[r], places[r], receive=True)
 
     def give_back(r):
         ranks.engines[r].give_back(0)

@@ -20,7 +20,7 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,6 @@ from typing import Any
 OFF = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 DECODE_TOKENS = (16, 64, 128, 256, 512)
 SMS = (24, None, 12)  # None: all, or a rank's share of the GPU
-MOST_SMS = 120
 
 
 @dataclass
@@ -62,26 +61,24 @@ class Section:
     wanted_s: float
 
 
-def plan(transports: tuple[str, ...], tokens: int, trips: int, sharing: int = 1) -> list[Section]:
+def plan(transports: tuple[str, ...], tokens: int, trips: int, only: Sequence[str] = ()) -> list[Section]:
     """What is run, the most telling first. TRANSPORT: the first transport that has passed its conformance checks.
 
-    `sharing` ranks on one GPU: budgets of SMs that do not fit beside each other would wait for each other for ever.
+    `only` names sections by the beginnings of their names; the first conformance section is always run.
     """
     first, *others = transports
-    return [
+    sections = [
         Section("pairs", "pairs", (), 60),
         Section(f"conformance {first}", "conformance", (first,), 120),
         Section("soak", "soak", ("TRANSPORT", trips), 60),
-        *(
-            Section(f"prefill {sms or 'all'}", "prefill", ("TRANSPORT", tokens, sms, 1.0), 90)
-            for sms in SMS
-            if sms is None or sms * sharing <= MOST_SMS
-        ),
+        *(Section(f"prefill {sms or 'all'}", "prefill", ("TRANSPORT", tokens, sms, 1.0), 90) for sms in SMS),
         *(Section(f"decode {n}", "decode", ("TRANSPORT", n, 1.0), 45) for n in DECODE_TOKENS),
         Section("nccl", "nccl", (nccl_cases(tokens), 0.5), 60),
         Section("floor", "floor", ("TRANSPORT", "SIZES"), 30),
         *(Section(f"conformance {name}", "conformance", (name,), 90) for name in others),
     ]
+    wanted = (f"conformance {first}", *only)
+    return [s for s in sections if not only or s.name.startswith(wanted)]
 
 
 def nccl_cases(tokens: int) -> list[tuple[int, str, tuple[str, ...]]]:
@@ -280,6 +277,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096, help="of prefill, per rank")
     parser.add_argument("--trips", type=int, default=2000, help="of the soak")
     parser.add_argument("--limit", type=float, default=520.0, help="seconds; leave some for starting and ending")
+    parser.add_argument("--only", nargs="+", default=[], help="sections, by the beginnings of their names")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--commit", default="", help="the commit that is measured, where git is missing")
     args = parser.parse_args()
@@ -302,7 +300,7 @@ def main() -> None:
     os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     setup = Setup(virtual=bool(args.virtual))
     with Mps() if args.virtual > 1 else contextlib.nullcontext(), Processes(num_ranks) as processes:
-        run(processes, setup, plan(transports, args.tokens, args.trips, args.virtual or 1), clock, report)
+        run(processes, setup, plan(transports, args.tokens, args.trips, args.only), clock, report)
     report.end()
 
 

@@ -204,10 +204,6 @@ class _Rank:
         self.x = exact_rows(self.rank, 0, num_tokens, setup.hidden).to(setup.device)
         self.on_device = self.ids.to(setup.device)
         self.weights = torch.ones(num_tokens, setup.topk, device=setup.device)
-        if setup.virtual and setup.device == "cuda":
-            # Memory for what calls return, while nobody waits: a process that asks for more may be kept waiting by the
-            # kernels of another one on its GPU.
-            [torch.empty_like(self.x) for _ in range(16)]
 
     def dispatch(self, layout, wire, **options):
         return self.buf.dispatch(

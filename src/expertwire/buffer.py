@@ -78,7 +78,7 @@ class Buffer:
     validate                  check that ids are in range (and distinct for EXPERT_SLOTS)
     debug_poison              fill windows and unused rows with NaN, and check guards at close
     engine                    row work: "auto", "numba" or "torch"; on GPUs "auto" or "triton"
-    num_sms                   GPUs only: the most SMs that a call may use; None = this rank's share of its GPU
+    num_sms                   GPUs only: kernels that move rows are one block on each of so many SMs; None = no budget
 
     Before memory is taken, raises on every rank if one rank's settings are illegal (InvalidArgument there, PeerRefused
     elsewhere) or differ (GroupMismatch), and TransportUnavailable if the transport does not work here.

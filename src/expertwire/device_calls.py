@@ -73,7 +73,7 @@ class DeviceDispatcher:
 
             def send(places: Places) -> None:
                 if fused:
-                    engine.dispatch_fused(payload, step, places, receive=not defer_receive)
+                    engine.dispatch_fused(payload, step, places)
                 else:
                     plan = engine.repeat_plan(step, places) if cached else engine.plan(step, places)
                     engine.send(payload, sf, plan, step, places, receive=not defer_receive)
@@ -82,7 +82,7 @@ class DeviceDispatcher:
                 places = self._state.places(step.layout, rows, step.alignment)
                 send(places)
                 if defer_receive:
-                    engine.await_rows(step, total=fused)
+                    engine.await_rows(step)
                 for part in () if zero_copy else (places.payload(bank), places.sf(bank)):
                     if part is not None:
                         copy_used_rows(engine, part, torch.empty_like(part[:1]), step)
@@ -101,7 +101,7 @@ class DeviceDispatcher:
 
         def complete() -> dict[str, Any]:
             if defer_receive:
-                engine.await_rows(step, total=fused)
+                engine.await_rows(step)
             known = steps.counts(step) if exact else None
             if known is not None and engine.num_ranks > 1 and known[-1]:
                 self._finish(epoch, bank)

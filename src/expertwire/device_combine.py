@@ -84,7 +84,7 @@ class DeviceCombiner:
                 elif y.data_ptr() != staged.data_ptr() or (engine.launch.compiling and shared):
                     self._stage(y, staged, step)
                 if late:
-                    engine.publish(staged, inputs, step)
+                    engine.combine_ready(staged, inputs, step, receive=False)
                 if not late or engine.launch.compiling:
                     gather()
 

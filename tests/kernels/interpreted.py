@@ -174,12 +174,12 @@ def run(group, case):
             part[:] = 0xFF if number == 1 else part
         step = engine.state.step(bank, case.layout, ids[rank], weights[rank], case.alignment)
         if case.fused:
-            engine.dispatch_fused(xs[rank], step, places, receive=not case.deferred)
+            engine.dispatch_fused(xs[rank], step, places)
         else:
             plan = engine.plan(step, places)
             engine.send(xs[rank], None, plan, step, places, receive=not case.deferred)
         if case.deferred:
-            engine.await_rows(step, total=case.fused)
+            engine.await_rows(step)
 
         compare("tokens per expert", step.expert_counts, mine.num_tokens_per_expert)
         compare("tokens per rank", step.rank_counts, mine.num_tokens_per_rank)
@@ -212,7 +212,7 @@ def run(group, case):
         mine_y.copy_(y[rank])
         out = torch.empty(xs[rank].shape, dtype=torch.bfloat16)
         if case.deferred:
-            engine.publish(mine_y, inputs, step)
+            engine.combine_ready(mine_y, inputs, step, receive=False)
         engine.combine(
             mine_y, inputs, step, out, weighted=case.layout is not Layout.COMPACT, finish=True, biases=(biases[rank],),
             publish=not case.deferred, by_rank=by_rank,

@@ -40,9 +40,9 @@ def round_trip(group, hidden):
     none, octets = torch.zeros(2, dtype=torch.int64), torch.cat([part.view(torch.uint8).flatten() for part in memory])
     combine_logfmt[(2,)](
         torch.tensor([octets.data_ptr()]), torch.arange(rows)[:, None].contiguous(), weights, None, None, out,
-        none, none, none, none, none, none, 0, rows, 1, 2 * rows * hidden,
+        *[none] * 7, 0, rows, 1, 2 * rows * hidden,
         R=1, RANKS=1, SENDS=1, CHUNK=chunk, PARTS=-(-hidden // chunk), hidden=hidden, WEIGHTED=True, NUM_BIASES=0,
-        PUBLISH=True, FINISH=False,
+        FINISH=False,
     )  # fmt: skip
     wanted = (0.0 + weights * wire.decode_float32(payload, sf, hidden)).bfloat16()
     return first_mismatch(out, wanted), int(wire.cast_chunks(sf, hidden).sum())

@@ -194,6 +194,36 @@ def test_a_rank_that_never_comes_is_named():
     ew.World(2, device="cuda").run(rank_work)
 
 
+def test_who_waits_leaves_room_for_any_kernel():
+    """A matrix product wants most of the shared memory of an SM, which it does not get beside other kernels. A rank
+    that needs one before it sends must get it while its peer's kernel, on the same GPU, waits for that rank."""
+
+    def rank_work(rank):
+        with buffer(rank, hidden=1024, num_max_tokens_per_rank=512, timeout_s=30.0) as buf:
+            x = torch.ones(512, 1024, dtype=torch.bfloat16, device="cuda")
+            ids = (torch.arange(512 * TOPK, device="cuda") % EXPERTS).view(512, TOPK)
+            a = torch.randn(4096, 4096, device="cuda").bfloat16()
+            for layout in (SLOTS, COMPACT):
+                for warm in (True, False):
+                    for call in ("dispatch", "combine"):
+                        torch.cuda.current_stream().synchronize()
+                        rank.barrier()
+                        if rank.rank == 1:
+                            time.sleep(0.0 if warm else 0.3)
+                            began = time.monotonic()
+                            a @ a
+                            torch.cuda.current_stream().synchronize()
+                            assert warm or time.monotonic() - began < 5
+                        if call == "dispatch":
+                            sent = buf.dispatch(x, ids, layout=layout, counts="device", zero_copy=True)
+                        else:
+                            back = buf.combine(sent.x, sent.handle)
+                buf.synchronize()
+                assert_equal(back.x.cpu(), x.cpu() * (TOPK if layout is SLOTS else 1))  # one rank has all of a token
+
+    ew.World(2, device="cuda").run(rank_work)
+
+
 def processes_work(group):
     torch.cuda.set_device(0)
     with buffer(group, timeout_s=60.0) as buf:

@@ -12,10 +12,10 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 SLOTS, MAJOR, COMPACT = Layout.EXPERT_SLOTS, Layout.EXPERT_MAJOR, Layout.COMPACT
 CASES = [
-    Case(SLOTS, "fp8", fused=True, steps=4),  # banks are used again
-    Case(SLOTS, "bf16", fused=True, deferred=True, routing="repeats"),
+    Case(SLOTS, "fp8", steps=4),  # banks are used again
+    Case(SLOTS, "bf16", deferred=True, routing="repeats"),
+    Case(SLOTS, "bf16", fused=True, num_ranks=1, routing="repeats"),
     Case(SLOTS, "ue8m0", fused=True, num_ranks=1, hidden=384, routing="special"),
-    Case(SLOTS, "fp8", fused=False, routing="repeats"),
     Case(COMPACT, "bf16", deferred=True, steps=4, strict=True),  # several rows a block
     Case(COMPACT, "fp8", routing="repeats", hidden=136, num_topk=4),
     Case(MAJOR, "ue8m0", alignment=4, routing="special", hidden=1152),  # several blocks a row

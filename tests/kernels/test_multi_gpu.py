@@ -56,8 +56,8 @@ def test_the_plan_begins_with_what_tells_most():
     assert names[3:6] == ["prefill 24", "prefill all", "prefill 12"]
     assert names[-3:] == ["nccl", "floor", "conformance cuda_ipc"]
     assert all(hasattr(multi_gpu_ranks, s.fn) for s in sections)
-    shared = [s.name for s in plan(("cuda_ipc",), 512, 20, sharing=8) if s.fn == "prefill"]
-    assert shared == ["prefill all", "prefill 12"]  # 8 x 24 SMs would not fit
+    some = [s.name for s in plan(("symm_mem", "cuda_ipc"), 512, 20, only=["decode 1", "floor"])]
+    assert some == ["conformance symm_mem", "decode 16", "decode 128", "floor"]
     assert {case[0] for case in nccl_cases(4096)} == {4096, 16, 64, 128, 256, 512}
 
 

@@ -20,9 +20,8 @@ def test_pow2():
 
 
 def test_tiles_of_7168_channels_on_132_sms():
-    slots = partial(slots_tile, lines=56, block=128, num_sms=132, num_ranks=1)
+    slots = partial(slots_tile, lines=56, block=128, num_sms=132)
     assert [slots(tokens) for tokens in (1, 18, 64, 128)] == [(1, 8, 2), (1, 8, 2), (1, 32, 8), (1, 64, 8)]
-    assert slots_tile(128, 56, 128, 16, 8) == Tile(1, 32, 4)
     assert send_tile(4096, 16384, 64, 132, 4, False, True) == Tile(1, 64, 4)
     assert [send_tile(tokens, 16384, 64, 24, 4, True, True) for tokens in (24, 48, 4096)] == [
         (1, 64, 8),
@@ -42,7 +41,7 @@ def test_tiles_of_7168_channels_on_132_sms():
 @pytest.mark.parametrize("strict", [False, True])
 def test_there_are_few_and_they_cover_a_row(hidden, num_sms, strict):
     lines = -(-hidden // 128)
-    slots = all_tiles(partial(slots_tile, lines=lines, block=128, num_sms=num_sms, num_ranks=2), 1000)
+    slots = all_tiles(partial(slots_tile, lines=lines, block=128, num_sms=num_sms), 1000)
     sends = all_tiles(
         partial(send_tile, row_bytes=pow2(lines) * 256, lines=pow2(lines), num_sms=num_sms, most_rows=4, strict=strict,
                 fp8=True), 1000,
@@ -93,7 +92,7 @@ def test_a_kind_of_call_compiles_once_for_all_numbers_of_tokens(monkeypatch, lay
         step = engine.state.step(0, layout, ids, weights)
         for rows in places:
             if layout is Layout.EXPERT_SLOTS:
-                engine.dispatch_fused(x, step, rows, receive=True)
+                engine.dispatch_fused(x, step, rows)
             engine.send(x, None, engine.plan(step, rows), step, rows, receive=True)
         engine.combine(x, None, step, torch.empty_like(x), weighted=layout is not Layout.COMPACT)
 

@@ -19,7 +19,7 @@ def places(where):
 
 
 def routing_example(group):
-    """`where` of rank 1 and the counts that it sent, fused and planned."""
+    """`where` of rank 1 and the counts that it sent."""
     use_interpreter()
     from expertwire.kernels.engine import DeviceEngine, Rows
 
@@ -30,17 +30,29 @@ def routing_example(group):
     )
     rows = engine.state.places(slots, Rows.of_wire(BF16(), 16))
     ids = torch.tensor([[[0, -1], [0, -1], [0, -1]], [[0, 2], [1, 0], [-1, -1]]][memory.rank])
-    x, found = torch.zeros(3, 16, dtype=torch.bfloat16), []
-    for bank in range(2):
-        step = engine.state.step(bank, slots, ids, None)
-        if bank == 0:
-            engine.dispatch_fused(x, step, rows, receive=True)
-        else:
-            engine.send(x, None, engine.plan(step, rows), step, rows, receive=True)
-        window = engine.state.window
-        counts = engine.state._own[window.counts(bank) :].view(torch.int32)[: 2 * window.counts_row]
-        found.append((places(step.where), counts.view(2, -1)[memory.rank].tolist()))
-    return found
+    x, step = torch.zeros(3, 16, dtype=torch.bfloat16), engine.state.step(0, slots, ids, None)
+    engine.send(x, None, engine.plan(step, rows), step, rows, receive=True)
+    window = engine.state.window
+    counts = engine.state._own[window.counts(0) :].view(torch.int32)[: 2 * window.counts_row]
+    return places(step.where), counts.view(2, -1)[memory.rank].tolist()
+
+
+def slots_example(group):
+    """`where`, the rows per expert, and the routing of the rows that were written."""
+    use_interpreter()
+    from expertwire.kernels.engine import DeviceEngine, Rows
+
+    engine = DeviceEngine(
+        SharedFiles(group), Placement.contiguous(2, 1), capacity=4, hidden=16, num_topk=2, num_banks=1, num_sms=3,
+        spin_limit=1,
+    )  # fmt: skip
+    rows = engine.state.places(Layout.EXPERT_SLOTS, Rows.of_wire(BF16(), 16))
+    rows.meta(0).fill_(-7)
+    step = engine.state.step(0, Layout.EXPERT_SLOTS, torch.tensor([[0, 1], [1, -1]]), None)
+    engine.dispatch_fused(torch.zeros(2, 16, dtype=torch.bfloat16), step, rows)
+    assert (int(step.rank_counts), int(step.num_rows)) == (2, 2)
+    written = {row: meta for row, meta in enumerate(rows.meta(0).tolist()) if meta != [-7] * 3}
+    return step.where.tolist(), step.expert_counts.tolist(), written
 
 
 def small_examples(group):
@@ -68,9 +80,9 @@ def small_examples(group):
     y, total = torch.tensor([[1.0], [3.0]]).bfloat16(), torch.zeros(1, 1, dtype=torch.bfloat16)
     combine_gather[(1,)](
         y, none, ints(0, 1, dtype=torch.int64)[None], torch.tensor([[0.5, 2.0]]), torch.ones(1, 1).bfloat16(), None,
-        total, none, none, none, ints(0, 0), none, none, 0, 1, 1,
+        total, none, none, none, none, ints(0, 0), none, none, 0, 1, 1,
         R=1, RANKS=1, SENDS=2, ROWS=1, COLUMNS=1, PARTS=1, hidden=1, WEIGHTED=True, NUM_BIASES=1, EXCHANGE=False,
-        PUBLISH=True, FINISH=False, BY_RANK=False,
+        FINISH=False, BY_RANK=False,
     )  # fmt: skip
     return where.tolist(), (addresses - memory.data_ptr()).tolist(), out.nonzero()[:, 0].tolist(), float(total)
 
@@ -132,11 +144,16 @@ def processes():
 
 
 def test_routing(processes):
-    _, of_rank_1 = processes.run(routing_example)
-    for where, counts in of_rank_1:
-        assert where == [["0:3", "1:0"], ["0:8", "0:4"], ["-", "-"]]
-        assert counts[:4] == [2, 1, 1, 0]
-        assert counts[5] == 1  # a peer needs only the number of its own rows
+    _, (where, counts) = processes.run(routing_example)
+    assert where == [["0:3", "1:0"], ["0:8", "0:4"], ["-", "-"]]
+    assert counts == [2, 1, 1, 0, 2, 1]
+
+
+def test_slots_of_one_rank(processes):
+    ((where, experts, rows),) = processes.run(slots_example, num_ranks=1)
+    assert where == [[0, 4], [5, -1]]
+    assert experts == [1, 2]
+    assert rows == {0: [0, 0, 0], 4: [0, 0, 1], 5: [0, 1, 0]}
 
 
 def test_place_copy_and_combine(processes):

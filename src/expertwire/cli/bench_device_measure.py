@@ -191,7 +191,7 @@ class _DeviceBench:
         assert_equal(x.cpu(), expected.x, f"dispatch, {case.title}")
         assert_equal(None if sf is None else sf.cpu(), expected.sf, f"scale factors, {case.title}")
         back = buffer.combine(self._y_as(sent), sent.handle).x
-        torch.cuda.current_stream().synchronize()
+        buffer.synchronize()
         assert_equal(back.cpu(), self._oracle.sums[self._rank], f"combine, {case.title}")
         return sent
 

@@ -29,15 +29,16 @@ def send_values(engine: DeviceEngine, found: torch.Tensor, step: Step, memory: P
 
 
 def combine_values(engine: DeviceEngine, memory: Places, step: Step, out: torch.Tensor) -> None:
-    """out [T, K] float32: the values that the ranks of the rows have put into `memory`. A combine by itself."""
+    """out [T, K] float32: the values that the ranks of the rows have put into `memory`. A combine by itself, after that
+    of the rows."""
     bank, size = engine.state.banks[step.bank], out.numel()
-    blocks = max(1, ceil_div(size, ENTRIES))
+    engine.combine_ready(memory.payload(step.bank), memory, step, again=True)
     engine.launch(
-        values.combine_values, min(blocks, engine.num_sms) if engine.num_ranks > 1 else blocks,
-        memory.bases[step.bank], step.where, out, step.void, bank.words, bank.epochs[1:], bank.tickets[1:],
+        values.combine_values, max(1, ceil_div(size, ENTRIES)),
+        memory.bases[step.bank], step.where, out, step.refused, bank.words, bank.epochs[1:], bank.tickets[1:],
         engine.state.status, size, engine.rank, engine.spin_limit,
         R=engine.num_ranks, RANKS=pow2(engine.num_ranks), K=engine.num_topk, WIDTH=width_of(engine, step.layout),
-        ENTRIES=ENTRIES, num_warps=4, **engine.bounded,
+        ENTRIES=ENTRIES, num_warps=4,
     )  # fmt: skip
 
 

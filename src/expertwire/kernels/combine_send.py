@@ -1,8 +1,13 @@
-"""Send half of combine: say where this rank's expert output is, and that it is ready. No row moves; peers read them.
+"""Where ranks meet for combine: say where this rank's expert output is and that it is ready, and wait for the peers'.
 
-Orders: the expert output was written by earlier launches of the stream; `exchange_release` (sys) publishes it.
+No row moves: `combine_gather`, a later launch, reads them where they are. The waiting is done here, in one block, so
+that it takes little of a GPU on which others compute: waiting blocks all over it would keep away every kernel that
+needs more of an SM than they leave, which may be one that a peer waits for.
+
+Orders: the expert output was written by earlier launches of the stream; `exchange_release` (sys) publishes it;
+`load_acquire` (sys) of the peers' words, then plain loads by later launches of the stream.
 Bytes moved: 16 a peer. Worked example, rank 1 of 2: writes its address to entry 1 of the table of ranks 0 and 1, then
-its word COMBINE_READY on both.
+its word COMBINE_READY on both, and waits for that of rank 0.
 """
 
 # mypy: ignore-errors
@@ -11,29 +16,33 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from expertwire.kernels.routing import COMBINE_READY, signal
+from expertwire.kernels.routing import COMBINE_READY, await_peers, signal
 
 
-@triton.jit
-def publish_rows(
-    y, source_bases, word_bases, epoch, rank, R: tl.constexpr, RANKS: tl.constexpr, EXCHANGE: tl.constexpr
-):
-    """y: this rank's rows [rows, hidden].
+@triton.jit(do_not_specialize=["rank", "spin_limit"])
+def combine_send(
+    y, source_bases, void, refused, word_bases, epochs, status, rank, spin_limit,
+    R: tl.constexpr, RANKS: tl.constexpr, EXCHANGE: tl.constexpr, PUBLISH: tl.constexpr, RECEIVE: tl.constexpr,
+):  # fmt: skip
+    """One block. y: this rank's rows [rows, hidden]. PUBLISH: the send half; RECEIVE: wait for everybody's.
 
     With EXCHANGE, where any address of one rank is good on all, the address of y is written into the table that every
     peer has at source_bases [R]. Without, source_bases are known addresses of every rank's rows.
+
+    If what came before is `void`, there is no combine. `refused` (if not None): whether there are no rows to be read,
+    because of that or since a peer refuses this step.
     """
-    if EXCHANGE:
-        peers = tl.arange(0, RANKS)
-        tables = tl.load(source_bases + peers, mask=peers < R, other=0).to(tl.pointer_type(tl.int64))
-        tl.store(tables + rank, tl.zeros([RANKS], tl.int64) + y.to(tl.int64), mask=peers < R)
-    signal(word_bases, COMBINE_READY, epoch, 0, rank, R, RANKS)
-
-
-@triton.jit(do_not_specialize=["rank"])
-def combine_send(
-    y, source_bases, word_bases, epochs, void, rank, R: tl.constexpr, RANKS: tl.constexpr, EXCHANGE: tl.constexpr
-):
-    """The send half by itself, where the receive half was deferred. One block. Nothing, if the dispatch was `void`."""
-    if tl.load(void) == 0:
-        publish_rows(y, source_bases, word_bases, tl.load(epochs) + 1, rank, R, RANKS, EXCHANGE)
+    epoch = tl.load(epochs) + 1
+    refusals = tl.load(void)
+    if refusals == 0:
+        if PUBLISH:
+            if EXCHANGE:
+                peers = tl.arange(0, RANKS)
+                tables = tl.load(source_bases + peers, mask=peers < R, other=0).to(tl.pointer_type(tl.int64))
+                tl.store(tables + rank, tl.zeros([RANKS], tl.int64) + y.to(tl.int64), mask=peers < R)
+            signal(word_bases, COMBINE_READY, epoch, 0, rank, R, RANKS)
+        if RECEIVE:
+            refusals = await_peers(word_bases, COMBINE_READY, epoch, rank, status, spin_limit, R, RANKS)
+    if RECEIVE:
+        if refused is not None:
+            tl.store(refused, refusals)

@@ -14,25 +14,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from expertwire.kernels.dispatch_slots import total_counts
 from expertwire.kernels.routing import DONE, READY, await_peers, signal
 
 
-@triton.jit(do_not_specialize=["rank", "L", "spin_limit"])
-def await_rows(
-    word_bases, count_bases, own_experts, expert_counts, rank_counts, sent, tally, void, epochs, status, rank, L,
-    spin_limit,
-    R: tl.constexpr, RANKS: tl.constexpr, E: tl.constexpr, LOCAL: tl.constexpr, TOTAL: tl.constexpr,
-):  # fmt: skip
-    """One block: wait for the rows of the step that was sent last in this bank; `void` is how many ranks refused it.
-    With TOTAL, also count them."""
-    epoch = tl.load(epochs)
-    refused = await_peers(word_bases, READY, epoch, rank, status, spin_limit, R, RANKS)
-    tl.store(void, refused)
-    if TOTAL:
-        total_counts(
-            count_bases, own_experts, expert_counts, rank_counts, sent, tally, refused, rank, L, R, RANKS, E, LOCAL
-        )  # fmt: skip
+@triton.jit(do_not_specialize=["rank", "spin_limit"])
+def await_rows(word_bases, void, epochs, status, rank, spin_limit, R: tl.constexpr, RANKS: tl.constexpr):
+    """One block: wait for the rows of the step that was sent last in this bank; `void` is how many ranks refused it."""
+    tl.store(void, await_peers(word_bases, READY, tl.load(epochs), rank, status, spin_limit, R, RANKS))
 
 
 @triton.jit(do_not_specialize=["rank"])

@@ -4,9 +4,9 @@ Every method enqueues on the current stream and returns without waiting. A step 
 number lives on the device, so that a captured graph counts on when it is replayed. Which bank, and when it may be used
 again on this rank, is the caller's business.
 
-Grids. Kernels that wait for other ranks must fit on the device beside those of the ranks that share it: they get at
-most 16 warps on each of the rank's `num_sms` (none of them uses more than 128 registers). With `strict_sms` every
-kernel that moves rows takes one block per SM of the budget.
+Grids. At most one block of a launch waits for other ranks: who waits takes little of the device, on which a peer, or
+what it waits for, may have to run. So kernels may be of any size. With `strict_sms` every kernel that moves rows takes
+one block per SM of the rank's budget, `num_sms`.
 """
 
 from __future__ import annotations
@@ -66,13 +66,10 @@ class DeviceEngine:
         self.capacity, self.hidden, self.num_topk = capacity, hidden, num_topk
         self.num_sms, self.strict_sms, self.spin_limit = num_sms, strict_sms, spin_limit
         self.launch = Launcher()
+        # Left alone, the assembler spares registers for more warps, and has half as many rows in flight: 0.7 to 1 us.
         on_cuda = memory.device.type == "cuda" and torch.version.hip is None
-        self.bounded = {"maxnreg": 128} if on_cuda else {}  # what `_resident` counts on
+        self.many_registers = {"maxnreg": 128} if on_cuda else {}
         self._ranks, self._slots = pow2(self.num_ranks), pow2(num_topk)
-        self._local = pow2(self.state.most_local_experts)
-
-    def _resident(self, warps: int) -> int:
-        return self.num_sms * (1 if self.strict_sms else max(1, 16 // warps))
 
     def _tiles(self, choose: Callable[[int], Tile], num_tokens: int) -> Iterable[Tile]:
         """The tile for a launch; while compiling, those of all launches to come."""
@@ -81,30 +78,22 @@ class DeviceEngine:
     # -- dispatch --------------------------------------------------------------------------------------------------
 
     def fits_fused(self) -> bool:
-        return pow2(self.capacity) * self._slots * self._slots <= FUSED_COMPARISONS and self.num_ranks <= 64
+        """Whether EXPERT_SLOTS may be dispatched in one launch: by one rank, for few tokens."""
+        return self.num_ranks == 1 and pow2(self.capacity) * self._slots * self._slots <= FUSED_COMPARISONS
 
-    def dispatch_fused(self, x: torch.Tensor, step: Step, places: Places, *, receive: bool) -> None:
-        """EXPERT_SLOTS in one launch."""
-        state, bank, rows, num_tokens = self.state, self.state.banks[step.bank], places.rows, x.shape[0]
+    def dispatch_fused(self, x: torch.Tensor, step: Step, places: Places) -> None:
+        state, rows, num_tokens = self.state, places.rows, x.shape[0]
         lines = ceil_div(self.hidden, rows.block)
-        for tile in self._tiles(
-            lambda tokens: slots_tile(tokens, lines, rows.block, self.num_sms, self.num_ranks), num_tokens
-        ):
+        for tile in self._tiles(lambda tokens: slots_tile(tokens, lines, rows.block, self.num_sms), num_tokens):
             parts = ceil_div(lines, tile.columns)
-            grid = num_tokens * parts + self.num_ranks
-            if self.num_ranks > 1:
-                grid = min(grid, self._resident(tile.warps))
             self.launch(
-                dispatch_slots, max(grid, self.num_ranks + 1),
+                dispatch_slots, max(2, 1 + num_tokens * parts),
                 x, step.topk_idx, step.where, step.expert_counts, step.rank_counts, step.sent, state.tally,
-                step.void, bank.words, bank.counts, places.bases[step.bank], state.home, state.own_experts,
-                bank.epochs, bank.tickets, state.status,
-                self.rank, num_tokens, self.num_ranks * self.capacity, state.num_local_experts, self.spin_limit,
-                places.region.sf, places.region.meta,
-                R=self.num_ranks, RANKS=self._ranks, E=self.num_experts, BINS=pow2(self.num_experts + 1),
-                LOCAL=self._local, K=self.num_topk, SLOTS=self._slots, TOKENS=pow2(self.capacity), hidden=self.hidden,
-                LINES=tile.columns, BLOCK=rows.block, PARTS=parts, FP8=rows.fp8, UE8M0=rows.ue8m0,
-                sf_bytes=rows.sf_bytes, RECEIVE=receive, num_warps=tile.warps, **self.bounded,
+                places.payload(step.bank), places.sf(step.bank), places.meta(step.bank), state.home, num_tokens,
+                self.capacity,
+                E=self.num_experts, BINS=pow2(self.num_experts + 1), K=self.num_topk, SLOTS=self._slots,
+                TOKENS=pow2(self.capacity), hidden=self.hidden, LINES=tile.columns, BLOCK=rows.block, PARTS=parts,
+                FP8=rows.fp8, UE8M0=rows.ue8m0, sf_bytes=rows.sf_bytes, num_warps=tile.warps,
             )  # fmt: skip
 
     def plan(self, step: Step, places: Places) -> Plan:
@@ -157,7 +146,7 @@ class DeviceEngine:
         self.launch(
             address_rows, max(1, ceil_div(count, 4096)),
             step.sends_to, places.bases[step.bank], addresses, step.sent, step.rank_counts, self.state.tally,
-            bank.words, bank.epochs, self.state.status, count, self.rank, self.spin_limit,
+            bank.words, bank.epochs, bank.tickets, self.state.status, count, self.rank, self.spin_limit,
             R=self.num_ranks, RANKS=self._ranks, PLACES=4096, payload_bytes=places.rows.payload_bytes, num_warps=8,
         )  # fmt: skip
         return Plan(addresses)
@@ -190,18 +179,14 @@ class DeviceEngine:
                 num_warps=tile.warps,
             )  # fmt: skip
 
-    def await_rows(self, step: Step, *, total: bool) -> None:
-        """The receive half, where it was deferred; `total` if the counts were not planned."""
-        if self.num_ranks == 1:
-            return
-        state, bank = self.state, self.state.banks[step.bank]
-        self.launch(
-            await_rows, 1,
-            bank.words, bank.counts, state.own_experts, step.expert_counts, step.rank_counts, step.sent, state.tally,
-            step.void, bank.epochs, state.status,
-            self.rank, state.num_local_experts, self.spin_limit,
-            R=self.num_ranks, RANKS=self._ranks, E=self.num_experts, LOCAL=self._local, TOTAL=total, num_warps=4,
-        )  # fmt: skip
+    def await_rows(self, step: Step) -> None:
+        """The receive half, where it was deferred."""
+        if self.num_ranks > 1:
+            bank = self.state.banks[step.bank]
+            self.launch(
+                await_rows, 1, bank.words, step.void, bank.epochs, self.state.status, self.rank, self.spin_limit,
+                R=self.num_ranks, RANKS=self._ranks, num_warps=1,
+            )  # fmt: skip
 
     def export(self, values: torch.Tensor, out: torch.Tensor) -> None:
         """int32 values to pinned host memory."""
@@ -231,38 +216,45 @@ class DeviceEngine:
 
     # -- combine ---------------------------------------------------------------------------------------------------
 
-    def publish(self, y: torch.Tensor, inputs: Places | None, step: Step) -> None:
-        """Send half of combine. `inputs` is the shared memory that y lies in, None if peers can read y anywhere."""
+    def combine_ready(
+        self, y: torch.Tensor, inputs: Places | None, step: Step, *, publish: bool = True, receive: bool = True,
+        again: bool = False,
+    ) -> None:  # fmt: skip
+        """`publish` the own rows; to `receive`, wait until all peers have. `inputs` is the shared memory that y lies
+        in, None if peers can read y anywhere. `again`: the second combine of a call, which is void if the first was."""
         if self.num_ranks > 1:
             bank = self.state.banks[step.bank]
             self.launch(
-                combine_send, 1, y, bank.sources if inputs is None else inputs.bases[step.bank], bank.words,
-                bank.epochs[1:], step.void, self.rank,
-                R=self.num_ranks, RANKS=self._ranks, EXCHANGE=inputs is None, num_warps=1,
+                combine_send, 1, y, bank.sources if inputs is None else inputs.bases[step.bank],
+                step.refused if again else step.void, None if again else step.refused, bank.words, bank.epochs[1:],
+                self.state.status, self.rank, self.spin_limit,
+                R=self.num_ranks, RANKS=self._ranks, EXCHANGE=inputs is None, PUBLISH=publish, RECEIVE=receive,
+                num_warps=1,
             )  # fmt: skip
 
     def combine(
         self, y: torch.Tensor, inputs: Places | None, step: Step, out: torch.Tensor, *, weighted: bool,
         biases: tuple[torch.Tensor, ...] = (), publish: bool = True, finish: bool = False, by_rank: bool = False,
     ) -> None:  # fmt: skip
-        """Gather and sum, and, unless `publish` came before, the send half."""
+        """Wait for the peers' rows, gather and sum; before that `publish`, unless that was done."""
+        self.combine_ready(y, inputs, step, publish=publish)
         bank, num_tokens, sends = self.state.banks[step.bank], step.where.shape[0], step.sends_to
-        several, two = self.num_ranks > 1, (*biases, None, None)[:2]
+        two = (*biases, None, None)[:2]
         for tile in self._tiles(
             lambda tokens: combine_tile(tokens, self.hidden, self.num_sms, self.strict_sms), num_tokens
         ):
             parts = ceil_div(self.hidden, tile.columns)
             units = max(1, ceil_div(num_tokens, tile.rows) * parts)
             self.launch(
-                combine_gather, min(units, self._resident(tile.warps)) if several or self.strict_sms else units,
+                combine_gather, min(units, self.num_sms) if self.strict_sms else units,
                 y, bank.sources if inputs is None else inputs.bases[step.bank],
                 sends, step.topk_weights if weighted else None, *two, out,
-                step.void, bank.words, bank.epochs[1:], bank.tickets[1:], bank.epochs, self.state.status,
-                self.rank, num_tokens, self.spin_limit,
+                step.void, step.refused, bank.words, bank.epochs[1:], bank.tickets[1:], bank.epochs,
+                self.state.status, self.rank, num_tokens, self.spin_limit,
                 R=self.num_ranks, RANKS=self._ranks, SENDS=sends.shape[1], ROWS=tile.rows, COLUMNS=tile.columns,
                 PARTS=parts, hidden=self.hidden, WEIGHTED=weighted, NUM_BIASES=len(biases),
-                EXCHANGE=inputs is None and several, PUBLISH=publish, FINISH=finish, BY_RANK=by_rank,
-                num_warps=tile.warps, enable_fp_fusion=False, **(self.bounded if tile.warps <= 16 else {}),
+                EXCHANGE=inputs is None and self.num_ranks > 1, FINISH=finish, BY_RANK=by_rank,
+                num_warps=tile.warps, enable_fp_fusion=False, **(self.many_registers if tile.warps <= 16 else {}),
             )  # fmt: skip
 
     # -- refusing --------------------------------------------------------------------------------------------------

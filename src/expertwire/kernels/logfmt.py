@@ -4,7 +4,7 @@ The bits are those of `formats.logfmt`, whose docstring has the arithmetic and a
 that it names is rounded once (launches pass enable_fp_fusion=False). In memory a chunk stays at the place that it would
 have as bfloat16, whether it was cast or not, so that nobody has to add up the sizes of the chunks before it.
 
-Orders: as in `combine_recv`. The encoded rows are stores of an earlier launch, which `signal` publishes.
+Orders: as in `combine_recv`. The encoded rows are stores of an earlier launch, which `combine_send` publishes.
 Bytes moved: encode 2 * hidden read and 1.25 * hidden written per row; combine 1.25 * hidden per row gathered, and 2 *
 hidden per output and bias row. A chunk that is not cast is 2 bytes a value.
 """
@@ -16,16 +16,7 @@ import triton
 import triton.language as tl
 
 from expertwire.formats import logfmt
-from expertwire.kernels.memory import ticket_acq_rel
-from expertwire.kernels.routing import (
-    COMBINE_READY,
-    DONE,
-    WHERE_RANK,
-    WHERE_ROW,
-    await_peers,
-    end_combine,
-    signal,
-)
+from expertwire.kernels.routing import WHERE_RANK, WHERE_ROW, end_combine
 
 GROUP = tl.constexpr(logfmt.GROUP)
 TOP_CODE = tl.constexpr(logfmt.TOP_CODE)
@@ -167,28 +158,19 @@ def _load_chunk(row, sf, start, width, hidden: tl.constexpr, CHUNK: tl.constexpr
 
 @triton.jit(do_not_specialize=["rank", "num_tokens", "spin_limit", "sf_at"])
 def combine_logfmt(
-    row_bases, where, topk_weights, bias0, bias1, out, void, word_bases, epochs, tickets, dispatch_epochs, status,
-    rank, num_tokens, spin_limit, sf_at,
+    row_bases, where, topk_weights, bias0, bias1, out, void, refused, word_bases, epochs, tickets, dispatch_epochs,
+    status, rank, num_tokens, spin_limit, sf_at,
     R: tl.constexpr, RANKS: tl.constexpr, SENDS: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
-    hidden: tl.constexpr, WEIGHTED: tl.constexpr, NUM_BIASES: tl.constexpr, PUBLISH: tl.constexpr, FINISH: tl.constexpr,
+    hidden: tl.constexpr, WEIGHTED: tl.constexpr, NUM_BIASES: tl.constexpr, FINISH: tl.constexpr,
 ):  # fmt: skip
     """As `combine_gather`, of encoded rows at row_bases [R], whose scale factors begin sf_at bytes behind. A unit of
     work is one chunk of one token, PARTS of them a row."""
-    block = tl.program_id(0)
     sf_bytes: tl.constexpr = (hidden + GROUP - 1) // GROUP * 4
     per_chunk: tl.constexpr = CHUNK // GROUP
     if R > 1:
-        epoch = tl.load(epochs) + 1
-        refused = tl.load(void)
-        taken = refused == 0
-        if taken:
-            if PUBLISH:
-                if block == 0:
-                    signal(word_bases, COMBINE_READY, epoch, 0, rank, R, RANKS)
-            refused = await_peers(word_bases, COMBINE_READY, epoch, rank, status, spin_limit, R, RANKS)
-        num_tokens = tl.where(refused > 0, 0, num_tokens)
+        num_tokens = tl.where(tl.load(refused) > 0, 0, num_tokens)
     inner = tl.arange(0, per_chunk)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    for unit in range(block, num_tokens * PARTS, tl.num_programs(0)):
+    for unit in range(tl.program_id(0), num_tokens * PARTS, tl.num_programs(0)):
         token = unit // PARTS
         start = unit % PARTS * CHUNK
         width = tl.minimum(hidden - start, CHUNK)
@@ -211,10 +193,6 @@ def combine_logfmt(
                 total += value
         tl.store(out + at, total.to(tl.bfloat16), mask=inner < width)
     if R > 1:
-        if ticket_acq_rel(tickets) == tl.num_programs(0) - 1:
-            tl.store(tickets, 0)
-            tl.store(void + 1, refused)
-            if FINISH:
-                signal(word_bases, DONE, tl.load(dispatch_epochs), 0, rank, R, RANKS)
-            if taken:
-                end_combine(word_bases, epochs, epoch, rank, status, spin_limit, R, RANKS)
+        end_combine(
+            word_bases, epochs, tickets, dispatch_epochs, void, rank, status, spin_limit, R, RANKS, FINISH
+        )  # fmt: skip

@@ -21,6 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from expertwire.kernels.memory import ticket_acq_rel
 from expertwire.kernels.routing import DONE, HOME_LOCAL, HOME_RANK, WHERE_RANK, WHERE_ROW, await_peers, load_block
 from expertwire.kernels.tally import add_rows
 
@@ -125,12 +126,11 @@ def place_ranks(
 
 @triton.jit(do_not_specialize=["num_places", "rank", "spin_limit"])
 def address_rows(
-    sends_to, row_bases, addresses, sent, rank_counts, tally, word_bases, epochs, status, num_places, rank, spin_limit,
+    sends_to, row_bases, addresses, sent, rank_counts, tally, word_bases, epochs, tickets, status, num_places, rank,
+    spin_limit,
     R: tl.constexpr, RANKS: tl.constexpr, PLACES: tl.constexpr, payload_bytes: tl.constexpr,
 ):  # fmt: skip
     """Repeat a plan in another bank, whose rows the peers must have given back: sends_to -> addresses."""
-    if R > 1:
-        await_peers(word_bases, DONE, tl.load(epochs), rank, status, spin_limit, R, RANKS)
     if tl.program_id(0) == 0:
         peers = tl.arange(0, RANKS)
         sending = tl.load(sent + peers, mask=peers < R, other=0)
@@ -139,3 +139,7 @@ def address_rows(
     place = tl.load(sends_to + at, mask=at < num_places, other=-1)
     base = tl.load(row_bases + (tl.maximum(place, 0) >> WHERE_RANK), mask=place >= 0, other=0)
     tl.store(addresses + at, tl.where(place >= 0, base + (place & WHERE_ROW) * payload_bytes, 0), mask=at < num_places)
+    if R > 1:
+        if ticket_acq_rel(tickets) == tl.num_programs(0) - 1:
+            tl.store(tickets, 0)
+            await_peers(word_bases, DONE, tl.load(epochs), rank, status, spin_limit, R, RANKS)

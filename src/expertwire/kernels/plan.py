@@ -7,7 +7,7 @@ their destination. `place` then numbers the selections inside their blocks.
 If a peer refused the step, the first rows are -1, so that `place` finds nothing to send.
 
 Orders: block counts go through the ticket (acq_rel, gpu), totals to peers through `exchange_release` / `load_acquire`
-(sys). One block waits; the peers' waiting blocks and it must fit on the device at once.
+(sys). Only the last block waits.
 
 Bytes moved: T * K ids, 4 * T * K for keys, 12 * blocks * (E + R) for counts. Worked example: `routing`.
 """

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from expertwire.kernels.routing import COMBINE_READY, COUNTS, DONE, READY, await_peers, end_combine, signal
+from expertwire.kernels.routing import COMBINE_READY, COUNTS, DONE, READY, await_peers, leave_combine, signal
 
 
 @triton.jit(do_not_specialize=["rank", "spin_limit"])
@@ -33,4 +33,4 @@ def refuse_combine(word_bases, epochs, status, rank, spin_limit, R: tl.constexpr
     """Ends as combine does, when all peers are through with this step."""
     epoch = tl.load(epochs) + 1
     signal(word_bases, COMBINE_READY, epoch, -1, rank, R, RANKS)
-    end_combine(word_bases, epochs, epoch, rank, status, spin_limit, R, RANKS)
+    leave_combine(word_bases, epochs, epoch, rank, status, spin_limit, R, RANKS)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from expertwire.kernels.memory import exchange_release, pack_word, wait
+from expertwire.kernels.memory import exchange_release, pack_word, ticket_acq_rel, wait
 
 HOME_RANK = tl.constexpr(16)
 HOME_LOCAL = tl.constexpr(0xFFFF)
@@ -86,11 +86,26 @@ def await_peers(
 
 
 @triton.jit
-def end_combine(word_bases, epochs, epoch, rank, status, spin_limit, R: tl.constexpr, RANKS: tl.constexpr):
-    """By the last block: when all peers have done the same, what they read here may be overwritten."""
+def leave_combine(word_bases, epochs, epoch, rank, status, spin_limit, R: tl.constexpr, RANKS: tl.constexpr):
+    """By one block: when all peers have done the same, what they read here may be overwritten."""
     tl.store(epochs, epoch)
     signal(word_bases, COMBINE_DONE, epoch, 0, rank, R, RANKS)
     await_peers(word_bases, COMBINE_DONE, epoch, rank, status, spin_limit, R, RANKS)
+
+
+@triton.jit
+def end_combine(
+    word_bases, epochs, tickets, dispatch_epochs, void, rank, status, spin_limit,
+    R: tl.constexpr, RANKS: tl.constexpr, FINISH: tl.constexpr,
+):  # fmt: skip
+    """By every block that has read its rows; the last one out leaves, unless what came before was `void` and there is
+    no combine. With FINISH it also gives back the views of the dispatch."""
+    if ticket_acq_rel(tickets) == tl.num_programs(0) - 1:
+        tl.store(tickets, 0)
+        if FINISH:
+            signal(word_bases, DONE, tl.load(dispatch_epochs), 0, rank, R, RANKS)
+        if tl.load(void) == 0:
+            leave_combine(word_bases, epochs, tl.load(epochs) + 1, rank, status, spin_limit, R, RANKS)
 
 
 @triton.jit

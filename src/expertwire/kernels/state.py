@@ -126,7 +126,8 @@ class Step:
     offsets: torch.Tensor
     rank_counts: torch.Tensor
     num_rows: torch.Tensor  # [1]: arrived rows, one per (token, rank)
-    void: torch.Tensor  # [2]: how many ranks refused the dispatch, and the combine, made last with this plan
+    void: torch.Tensor  # [1]: how many ranks refused the dispatch that was made last with this plan
+    refused: torch.Tensor  # [1]: and how many its combine, or else the dispatch
     sent: torch.Tensor  # [R]: rows sent to each rank
     topk_idx: torch.Tensor
     topk_weights: torch.Tensor | None
@@ -294,12 +295,12 @@ class DeviceState:
         if layout is Layout.COMPACT:
             sends_to = self.empty(torch.int64, num_tokens, min(ranks, self.num_topk))
         counts = self.empty(torch.int32, self.num_counts)
-        expert_counts, padded, offsets, rank_counts, num_rows, void, sent = torch.split_with_sizes(
-            counts, (num_local, num_local, num_local + 1, ranks, 1, 2, ranks)
+        expert_counts, padded, offsets, rank_counts, num_rows, void, refused, sent = torch.split_with_sizes(
+            counts, (num_local, num_local, num_local + 1, ranks, 1, 1, 1, ranks)
         )
         if layout is Layout.EXPERT_SLOTS:
             padded, offsets = self.slot_rooms, self.slot_offsets
         return Step(
             bank, layout, alignment, where, sends_to, counts, expert_counts, padded, offsets, rank_counts,
-            num_rows, void, sent, topk_idx, topk_weights,
+            num_rows, void, refused, sent, topk_idx, topk_weights,
         )  # fmt: skip

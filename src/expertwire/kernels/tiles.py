@@ -33,14 +33,13 @@ def all_tiles(choose: Callable[[int], Tile], capacity: int) -> set[Tile]:
 
 
 @lru_cache(maxsize=4096)
-def slots_tile(num_tokens: int, lines: int, block: int, num_sms: int, num_ranks: int) -> Tile:
+def slots_tile(num_tokens: int, lines: int, block: int, num_sms: int) -> Tile:
     """`dispatch_slots`: about one block per SM, with a row of `lines` lines of `block` values or a part of one."""
     part = pow2(lines)
     while part > 8 and num_tokens * ceil_div(lines, part // 2) <= num_sms:
         part //= 2
-    crowded = num_ranks > 4  # few blocks fit: smaller ones balance better
-    part = max(part, 4) if not crowded else max(min(part, 32), 4)
-    return Tile(1, part, max(2, min(4 if crowded else 8, part * block // 512)))
+    part = max(part, 4)
+    return Tile(1, part, max(2, min(8, part * block // 512)))
 
 
 @lru_cache(maxsize=4096)

@@ -5,8 +5,7 @@ for slots that the row does not serve. WIDTH is how many. They lie in memory of 
 its address on every rank; `where` [T, K] is that of the plan.
 
 Orders: `send_values` are plain stores that the rows' own signal, of a later launch, vouches for. `combine_values` is a
-combine by itself: what earlier launches stored is published with `exchange_release` (sys), acquired by every block, and
-when the launch is over all peers have read it.
+combine by itself, after a `combine_send` of its own: when the launch is over all peers have read what is here.
 
 Bytes moved: 12 * T * K to read places and to read or write values, and 4 for every value at the rows.
 
@@ -21,8 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from expertwire.kernels.memory import ticket_acq_rel
-from expertwire.kernels.routing import COMBINE_READY, WHERE_RANK, WHERE_ROW, await_peers, end_combine, signal
+from expertwire.kernels.routing import WHERE_RANK, WHERE_ROW, end_combine
 
 
 @triton.jit
@@ -52,24 +50,14 @@ def combine_values(
     R: tl.constexpr, RANKS: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """out [T, K]: the values at the rows, 0 where nothing was sent. num_values = T * K. Nothing, if the combine of the
-    rows before it was void."""
-    block = tl.program_id(0)
+    rows before it was `void`."""
     if R > 1:
-        taken = tl.load(void + 1) == 0
-        epoch = tl.load(epochs) + 1
-        if taken:
-            if block == 0:
-                signal(word_bases, COMBINE_READY, epoch, 0, rank, R, RANKS)
-            await_peers(word_bases, COMBINE_READY, epoch, rank, status, spin_limit, R, RANKS)
-        num_values = tl.where(taken, num_values, 0)
-    for chunk in range(block, tl.cdiv(num_values, ENTRIES), tl.num_programs(0)):
+        num_values = tl.where(tl.load(void) == 0, num_values, 0)
+    for chunk in range(tl.program_id(0), tl.cdiv(num_values, ENTRIES), tl.num_programs(0)):
         entry = chunk * ENTRIES + tl.arange(0, ENTRIES).to(tl.int64)
         place = tl.load(where + entry, mask=entry < num_values, other=-1)
         column = entry % K if WIDTH > 1 else 0
         value = tl.load(_addresses(value_bases, place, column, WIDTH), mask=place >= 0, other=0.0)
         tl.store(out + entry, value, mask=entry < num_values)
     if R > 1:
-        if ticket_acq_rel(tickets) == tl.num_programs(0) - 1:
-            tl.store(tickets, 0)
-            if taken:
-                end_combine(word_bases, epochs, epoch, rank, status, spin_limit, R, RANKS)
+        end_combine(word_bases, epochs, tickets, epochs, void, rank, status, spin_limit, R, RANKS, False)

@@ -38,14 +38,15 @@ def combine_encoded(
     """As `DeviceEngine.combine`, of rows that all ranks have encoded into `memory`."""
     bank, num_tokens, chunk = engine.state.banks[step.bank], out.shape[0], _chunk(engine.hidden)
     parts = ceil_div(engine.hidden, chunk)
-    units, most = max(1, num_tokens * parts), engine.num_sms * (1 if engine.strict_sms else 16 // WARPS)
+    units = max(1, num_tokens * parts)
+    engine.combine_ready(memory.payload(step.bank), memory, step, publish=publish)
     two = (*biases, None, None)[:2]
     engine.launch(
-        logfmt.combine_logfmt, min(units, most) if engine.num_ranks > 1 or engine.strict_sms else units,
+        logfmt.combine_logfmt, min(units, engine.num_sms) if engine.strict_sms else units,
         memory.bases[step.bank], step.sends_to, step.topk_weights if weighted else None, *two, out,
-        step.void, bank.words, bank.epochs[1:], bank.tickets[1:], bank.epochs, engine.state.status,
+        step.void, step.refused, bank.words, bank.epochs[1:], bank.tickets[1:], bank.epochs, engine.state.status,
         engine.rank, num_tokens, engine.spin_limit, memory.region.sf,
         R=engine.num_ranks, RANKS=pow2(engine.num_ranks), SENDS=step.sends_to.shape[1], CHUNK=chunk, PARTS=parts,
-        hidden=engine.hidden, WEIGHTED=weighted, NUM_BIASES=len(biases), PUBLISH=publish, FINISH=finish,
-        num_warps=WARPS, enable_fp_fusion=False, **engine.bounded,
+        hidden=engine.hidden, WEIGHTED=weighted, NUM_BIASES=len(biases), FINISH=finish,
+        num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
