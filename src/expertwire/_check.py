@@ -96,7 +96,7 @@ def tensor(
 
 def _is_on(value: torch.Tensor, device: str) -> bool:
     wanted, seen = _device(device), value.device
-    return seen.type == wanted.type and wanted.index in (None, seen.index)
+    return seen == wanted or (wanted.index is None and seen.type == wanted.type)
 
 
 def _wrong(

@@ -170,7 +170,7 @@ class Dispatcher:
 
     def _encoded_rows(self, x: Any, wire: WireFormat) -> tuple[WireRows, tuple[torch.dtype, torch.dtype | None]]:
         hidden = self._settings.hidden
-        _check.tensor(self._rank, "x", x, (torch.bfloat16,), (None, hidden), f"[num_tokens, {hidden}]")
+        _check.tensor(self._rank, "x", x, (torch.bfloat16,), (x.shape[0], hidden), f"[num_tokens, {hidden}]")
         _check.tokens(self._rank, "x", x.shape[0], self._settings.num_max_tokens_per_rank)
         return self._engine.encode(x.detach(), wire), (wire.payload_dtype, wire.sf_dtype)
 
@@ -194,18 +194,18 @@ class Dispatcher:
         arrivals, num_rows = placed.arrivals, placed.num_rows
         x, sf = self._typed(plan, received)
         compact, weighted = placed.layout is Layout.COMPACT, plan.routing.weighted
-        on_host, shape = not plan.arrangement.fixed_size, (*x.shape[:-1], 3)
+        on_host = not plan.arrangement.fixed_size
         lazy: dict[str, Callable[[], Any]] = {
             "topk_idx": lambda: _padded(arrivals.topk_idx, num_rows, -1) if compact else None,
             "topk_weights": lambda: _padded(arrivals.weights, num_rows, 0) if compact and weighted else None,
-            "row_source": lambda: None if compact else torch.from_numpy(placed.row_source()).view(shape),
+            "row_source": lambda: None if compact else torch.from_numpy(placed.row_source()).view(*x.shape[:-1], 3),
             "expert_offsets": lambda: None if compact else _int32(placed.offsets),
             "num_tokens_per_expert": lambda: _int32(placed.counts),
             "num_padded_tokens_per_expert": lambda: _int32(placed.padded_counts),
-            "num_tokens_per_rank": lambda: _int32(arrivals.rows_per_peer),
+            "num_tokens_per_rank": lambda: torch.tensor(arrivals.rows_per_peer, dtype=torch.int32),
             "num_tokens_per_expert_list": lambda: placed.counts.tolist() if on_host else None,
             "num_padded_tokens_per_expert_list": lambda: placed.padded_counts.tolist() if on_host else None,
-            "num_tokens_per_rank_list": lambda: arrivals.rows_per_peer.tolist() if on_host else None,
+            "num_tokens_per_rank_list": lambda: arrivals.rows_per_peer if on_host else None,
         }
         fields: dict[str, Any] = {"missing_ranks": tuple(sorted(self._engine.runtime.masked)), "_lazy": lazy}
         if received.needs_grad:

@@ -95,10 +95,10 @@ def reduce_rows(kernels, rows, weights=None, biases=(), present=None, stream=Fal
     if present is not None:
         operands = np.where(present.numpy(), operands, 0)
     shares = np.ones((count, topk), np.float32) if weights is None else weights.numpy()
-    bias_rows = np.array([addresses(b) for b in biases], np.int64).reshape(len(biases), count)
+    bias_at = np.array([b.data_ptr() for b in biases], np.int64)
     out = torch.full((count, hidden), 7, dtype=torch.bfloat16)
     kernels.reduce_rows(
-        operands, rows.dtype == torch.float32, shares, weights is not None, bias_rows, addresses(out), hidden, stream
+        operands, rows.dtype == torch.float32, shares, weights is not None, bias_at, out.data_ptr(), hidden, stream
     )
     return out
 

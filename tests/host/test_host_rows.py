@@ -87,7 +87,7 @@ def test_gather_rows_docstring_example(engine):
 
 def test_overlay_rows_docstring_example(engine):
     table = np.array([[1, 2], [3, 4]])
-    engine.overlay_rows(table, np.array([1], np.int32), np.array([[0, 9]]))
+    engine.overlay_rows(table, np.array([0, 1], np.int32), np.array([[8, 8], [0, 9]]), 1, 2)
     assert table.tolist() == [[1, 2], [3, 9]]
 
 
@@ -210,11 +210,9 @@ def test_expected_rows(engine, per_token, table, counts, missing):
     slot_rank = np.array([[0, 0], [1, 2]], np.int32)
     is_last = np.array([[False, True], [True, True]])
     heard = np.array([True, False, True])
-    seen = engine.expected_rows(slot_rank, is_last, per_token, heard, np.full(3, 1000), 10)
+    seen = engine.expected_rows(slot_rank, is_last, per_token, heard, 1000, 0, 10)
     assert (seen[0].tolist(), seen[1].tolist(), seen[2]) == (table, counts, missing)
-    assert (
-        engine.expected_rows(np.full((1, 2), -1, np.int32), is_last[:1], per_token, heard, np.full(3, 1000), 10)[2] == 0
-    )
+    assert engine.expected_rows(np.full((1, 2), -1, np.int32), is_last[:1], per_token, heard, 1000, 0, 10)[2] == 0
 
 
 def by_definition(rows, weights, biases, present):

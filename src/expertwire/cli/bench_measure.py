@@ -190,14 +190,13 @@ def measure_row_work(_group: Any, seconds: float) -> list[Measured]:
     payload, sf = torch.empty((tokens, hidden), dtype=torch.uint8), torch.empty(tokens, hidden // 128)
     rows, out = random_rows(2, tokens * topk, hidden), torch.empty((tokens, hidden), dtype=torch.bfloat16)
     operands = rows.data_ptr() + 2 * hidden * np.arange(tokens * topk).reshape(tokens, topk)
-    places = out.data_ptr() + 2 * hidden * np.arange(tokens)
-    no_bias = np.empty((0, tokens), np.int64)
+    no_bias = np.empty(0, np.int64)
 
     def quantise() -> None:
         work.encode_fp8(x.data_ptr(), tokens, hidden, 128, False, payload.data_ptr(), sf.data_ptr(), 4 * sf.shape[1])
 
     def reduce() -> None:
-        work.reduce_rows(operands, False, weights.numpy(), True, no_bias, places, hidden, False)
+        work.reduce_rows(operands, False, weights.numpy(), True, no_bias, out.data_ptr(), hidden, False)
 
     quantise()
     reduce()

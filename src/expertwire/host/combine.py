@@ -65,12 +65,6 @@ def send(
     runtime.run("combine send", protocol.send(lane, runtime.rank, epoch, counts), put)
 
 
-def records_of(runtime: HostRuntime, bank: int) -> Array:
-    """[R] int64: where in the own window the records of each writer begin."""
-    base = runtime.base[runtime.rank]
-    return np.array([base + runtime.layout.combine_rows(bank, writer) for writer in range(runtime.num_ranks)])
-
-
 def receive(
     runtime: HostRuntime, lane: Lane, epoch: int, routing: Routing, row: CombineRow, settings: str, rows: Rows
 ) -> tuple[Array, Array, int, bool]:
@@ -80,12 +74,12 @@ def receive(
     layout, bank = runtime.layout, lane.bank(epoch)
     counts = runtime.run("combine receive", protocol.receive(lane, runtime.rank, epoch, runtime.num_ranks))
     flags = runtime.check_headers("combine", epoch, counts, layout.combine_header(bank, 0), HEADER_BYTES, settings)
-    heard = np.array([peer in counts for peer in range(runtime.num_ranks)])
+    heard = np.array([peer in counts for peer in range(runtime.num_ranks)], np.bool_)
     if rows == "none":
         return np.zeros(routing.slot_rank.shape, np.int64), heard, 0, any_needs_grad(flags)
-    records = records_of(runtime, bank)
+    records = runtime.base[runtime.rank] + layout.combine_rows(bank, 0)
     table, expected, missing = runtime.kernels.expected_rows(
-        routing.slot_rank, routing.is_last, rows == "token", heard, records, row.stride
+        routing.slot_rank, routing.is_last, rows == "token", heard, records, layout.combine_apart, row.stride
     )
     brought = [counts.get(peer, 0) for peer in range(runtime.num_ranks)]
     assert brought == expected.tolist(), f"combine brought {brought} rows, not {expected}"

@@ -8,7 +8,7 @@ window: unless the receive half is deferred, it is read where the caller keeps i
 from __future__ import annotations
 
 import struct
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -57,12 +57,13 @@ class Routing(NamedTuple):
 class Arrivals(NamedTuple):
     """What arrived: m rows by source rank, then source token.
 
-    offsets [R + 1]          rows offsets[s]:offsets[s + 1] come from rank s
+    bounds, offsets [R + 1]  rows offsets[s]:offsets[s + 1] come from rank s; once as a list, once for kernels
     topk_idx [m, K] int32    local expert ids, -1 for experts elsewhere
     weights [m, K] float32   0 where topk_idx is -1
     tokens [m] int32         token index on the source rank
     """
 
+    bounds: list[int]
     offsets: Array
     topk_idx: Array
     weights: Array
@@ -70,15 +71,14 @@ class Arrivals(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        return int(self.offsets[-1])
+        return self.bounds[-1]
 
     @property
-    def rows_per_peer(self) -> Array:
-        rows: Array = self.offsets[1:] - self.offsets[:-1]
-        return rows
+    def rows_per_peer(self) -> list[int]:
+        return [end - first for first, end in pairwise(self.bounds)]
 
     def rows_from(self, peer: int) -> slice:
-        return slice(int(self.offsets[peer]), int(self.offsets[peer + 1]))
+        return slice(self.bounds[peer], self.bounds[peer + 1])
 
     @property
     def last_slot(self) -> Array:
@@ -198,11 +198,12 @@ def receive(
     present = [counts.get(peer, 0) for peer in range(runtime.num_ranks)]
     arrivals = known
     if arrivals is None:
-        offsets = np.array([*accumulate(present, initial=0)], np.int64)
+        bounds = [*accumulate(present, initial=0)]
+        offsets = np.array(bounds, np.int64)
         routing = kernels.read_routing(own + layout.dispatch_routing(bank, 0), apart, offsets, layout.num_topk)
-        arrivals = Arrivals(offsets, *routing)
+        arrivals = Arrivals(bounds, offsets, *routing)
     else:
-        rows = arrivals.rows_per_peer.tolist()
+        rows = arrivals.rows_per_peer
         assert all(seen in (0, n) for seen, n in zip(present, rows, strict=True)), f"{present} cached rows, not {rows}"
     records = kernels.record_addresses(
         own + layout.dispatch_rows(bank, 0), apart, row.stride, arrivals.offsets, np.array(present, np.int64)

@@ -207,7 +207,7 @@ class HostEngine:
         runtime, lane, since = self.runtime, self.dispatch_lane, self.runtime.clock()
         repeated = known.arrivals if known and not send_routing else None
         arrivals, records, needs_grad, meeting = dispatch.receive(runtime, lane, epoch, row, settings, repeated, since)
-        for peer, count in enumerate(arrivals.rows_per_peer.tolist()):
+        for peer, count in enumerate(arrivals.rows_per_peer):
             self.rows_received[peer] += count
         placed = known._replace(arrivals=arrivals) if known else self._place(arrivals, arrangement)
         bank = lane.bank(epoch) if reuse_bank else None
@@ -238,7 +238,7 @@ class HostEngine:
         first = [(self.runtime.outputs.place(out), out.shape[1]) for out in outputs]
         places = {}
         for peer in meeting.coming:
-            at = [begin + row_bytes * int(arrivals.offsets[peer]) for begin, row_bytes in first]
+            at = [begin + row_bytes * arrivals.bounds[peer] for begin, row_bytes in first]
             places[peer] = at[0], at[-1]
         return places
 
@@ -262,18 +262,17 @@ class HostEngine:
     ) -> tuple[list[torch.Tensor], bool]:
         """uint8 [num_rows, bytes] for payload and, if there are any, scale factors; and whether peers can write there,
         which they should if `direct`."""
-        shapes = [(num_rows, row.payload_bytes)] + ([(num_rows, row.sf_bytes)] if row.sf_bytes else [])
-        found = [self._output(bank, part, shape, direct) for part, shape in enumerate(shapes)]
-        outputs = [out for out in found if out is not None]
-        shared = direct and len(outputs) == len(shapes)
-        if direct and not shared:
-            return self._outputs(bank, num_rows, row, blank, False)
-        for out in outputs:
+        outputs = []
+        for part, row_bytes in enumerate((row.payload_bytes, row.sf_bytes) if row.sf_bytes else (row.payload_bytes,)):
+            out = self._output(bank, part, (num_rows, row_bytes), direct)
+            if out is None:
+                return self._outputs(bank, num_rows, row, blank, False)
             if blank:
                 out.zero_()
             elif self.runtime.debug_poison:
                 out.fill_(_POISON)
-        return outputs, shared
+            outputs.append(out)
+        return outputs, direct
 
     def _output(self, bank: int | None, part: int, shape: tuple[int, int], shared: bool) -> torch.Tensor | None:
         """New memory, or the workspace of `bank`; None if there is no `shared` memory left."""
@@ -341,7 +340,8 @@ class HostEngine:
         `weights` [m, K] float32 travel back for every slot that this rank serves.
         """
         arrivals = placed.arrivals
-        table, counts = self.kernels.outgoing_rows(placed.rows, y.data_ptr(), 2 * self.hidden, arrivals.offsets)
+        table, row_counts = self.kernels.outgoing_rows(placed.rows, y.data_ptr(), 2 * self.hidden, arrivals.offsets)
+        counts = row_counts.tolist()
         outgoing = table if rows != "none" else np.zeros_like(table)
         keep: object = y
         if rows == "rank" and placed.layout is not Layout.COMPACT:
@@ -357,7 +357,7 @@ class HostEngine:
             metadata = np.where(is_row, encoded.sf + encoded.sf_bytes * index, 0) if encoded.sf_bytes else None
             keep = encoded
         back = None if weights is None else weights.detach().numpy()
-        sent = counts.tolist() if rows != "none" else [0] * self.num_ranks
+        sent = list(counts) if rows != "none" else [0] * self.num_ranks
         combine.send(
             self.runtime, self.combine_lane, epoch, arrivals, outgoing, sent, row, metadata, back, header,
             keep_own=keep_own,
@@ -377,14 +377,14 @@ class HostEngine:
     def _partial_sums(self, outgoing: Array, arrivals: Arrivals, weighted: bool) -> tuple[Array, torch.Tensor]:
         """One row per arrival, in the place of its highest slot."""
         sums = self.pool.empty((arrivals.num_rows, self.hidden), torch.bfloat16)
-        no_bias = np.empty((0, arrivals.num_rows), np.int64)
+        no_bias = np.empty(0, np.int64)
         self.kernels.reduce_rows(
             outgoing,
             False,
             arrivals.weights,
             weighted,
             no_bias,
-            _addresses(sums),
+            sums.data_ptr(),
             self.hidden,
             self.runtime.streams(arrivals.num_rows, 2 * self.hidden),
         )
@@ -416,23 +416,20 @@ class HostEngine:
         operands = records
         if own is not None:
             arrivals, outgoing = own
-            mine = arrivals.rows_from(self.rank)
-            self.kernels.overlay_rows(operands, arrivals.tokens[mine], outgoing[mine])
+            first, end = arrivals.bounds[self.rank : self.rank + 2]
+            self.kernels.overlay_rows(operands, arrivals.tokens, outgoing, first, end)
         is_float32 = not isinstance(wire, BF16)
         decoded = None
         if is_float32:
             operands, decoded = self._decode(operands, row, wire)
         out = self.pool.empty((routing.num_tokens, self.hidden), torch.bfloat16)
-        bias_rows = np.empty((len(biases), routing.num_tokens), np.int64)
-        for number, bias in enumerate(biases):
-            bias_rows[number] = _addresses(bias)
         self.kernels.reduce_rows(
             operands,
             is_float32,
             routing.weights,
             weighted,
-            bias_rows,
-            _addresses(out),
+            np.array([bias.data_ptr() for bias in biases], np.int64),
+            out.data_ptr(),
             self.hidden,
             self.runtime.streams(routing.num_tokens, 2 * self.hidden),
         )
@@ -466,8 +463,10 @@ class HostEngine:
         present = (routing.slot_rank >= 0) & heard[routing.slot_rank]
         weights = torch.zeros(routing.slot_rank.shape, dtype=torch.float32)
         cells = np.arange(present.size).reshape(present.shape)[present]
-        first = combine.records_of(self.runtime, bank)[routing.slot_rank[present]] + row.weight
-        self.runtime.move(first + row.stride * cells, weights.data_ptr() + 4 * cells, 4)
+        layout = self.runtime.layout
+        first = self.runtime.base[self.rank] + layout.combine_rows(bank, 0) + row.weight
+        places = first + layout.combine_apart * routing.slot_rank[present].astype(np.int64) + row.stride * cells
+        self.runtime.move(places, weights.data_ptr() + 4 * cells, 4)
         return weights
 
     def finish_combine(self, epoch: int) -> None:

@@ -165,17 +165,22 @@ def outgoing_rows(rows: Array, y: int, num_bytes: int, offsets: Array) -> tuple[
 
 
 def expected_rows(
-    slot_rank: Array, is_last: Array, per_token: bool, heard: Array, records: Array, stride: int
+    slot_rank: Array, is_last: Array, per_token: bool, heard: Array, records: int, apart: int, stride: int
 ) -> tuple[Array, Array, int]:
     expected = (slot_rank >= 0) & (is_last | per_token)
     present = expected & heard[slot_rank]
     cells = np.arange(slot_rank.size).reshape(slot_rank.shape)
     counts = np.bincount(slot_rank[present], minlength=heard.size)
-    return np.where(present, records[slot_rank] + stride * cells, 0), counts, int(expected.sum() - present.sum())
+    return (
+        np.where(present, records + apart * slot_rank.astype(np.int64) + stride * cells, 0),
+        counts,
+        int(expected.sum() - present.sum()),
+    )
 
 
-def overlay_rows(table: Array, tokens: Array, rows: Array) -> None:
-    table[tokens] = np.where(rows != 0, rows, table[tokens])
+def overlay_rows(table: Array, tokens: Array, rows: Array, first: int, end: int) -> None:
+    some, over = tokens[first:end], rows[first:end]
+    table[some] = np.where(over != 0, over, table[some])
 
 
 def _routing_at(at: int, num_rows: int, num_topk: int, dtype: type) -> Array:
@@ -233,23 +238,23 @@ def _expert_rows(topk_idx: Array, offsets: Array) -> Array:
 
 
 def reduce_rows(
-    operands: Array, is_float32: bool, weights: Array, weighted: bool, biases: Array, out: Array, hidden: int,
+    operands: Array, is_float32: bool, weights: Array, weighted: bool, biases: Array, out: int, hidden: int,
     stream: bool = False,
 ) -> None:  # fmt: skip
     dtype = torch.float32 if is_float32 else torch.bfloat16
-    for first in range(0, out.size, _ROWS_AT_A_TIME):
+    for first in range(0, len(operands), _ROWS_AT_A_TIME):
         part = slice(first, first + _ROWS_AT_A_TIME)
-        total = torch.zeros(out[part].size, hidden)
-        for bias in biases:
-            total += _gathered(bias[part], hidden, torch.bfloat16)
+        count = len(operands[part])
+        total = torch.zeros(count, hidden)
+        for bias in biases.tolist():
+            total += _rows_at(bias + 2 * hidden * first, count, 2 * hidden, torch.bfloat16).float()
         for k in range(operands.shape[1]):
             (present,) = np.nonzero(operands[part, k])
             rows = _gathered(operands[part, k][present], hidden, dtype)
             if weighted:
                 rows *= torch.from_numpy(weights[part, k][present]).unsqueeze(1)
             total[present] += rows
-        rounded = _quiet(total.bfloat16())
-        move_rows(_addresses(rounded), out[part], 2 * hidden)
+        _rows_at(out + 2 * hidden * first, count, 2 * hidden, torch.bfloat16).copy_(_quiet(total.bfloat16()))
 
 
 def _addresses(rows: torch.Tensor) -> Array:

@@ -184,11 +184,11 @@ def outgoing_rows(rows, y, num_bytes, offsets):
 
 
 @njit(nogil=True, cache=True)
-def expected_rows(slot_rank, is_last, per_token, heard, records, stride):
+def expected_rows(slot_rank, is_last, per_token, heard, records, apart, stride):
     """Where the rows that combine brings lie, how many each rank brings, and how many never come.
 
     slot_rank [T, K] int32, is_last [T, K]; a row per slot if `per_token`, else one per (token, rank), at its last slot.
-    heard [R] bool: ranks that are not masked; records [R] int64: where each rank's records begin, `stride` apart.
+    heard [R] bool: ranks that are not masked; rank r's records begin at records + r * apart, `stride` apart.
     -> table [T, K] int64 addresses (0 = no row), counts [R], missing.
     """
     num_topk = slot_rank.shape[1]
@@ -201,7 +201,7 @@ def expected_rows(slot_rank, is_last, per_token, heard, records, stride):
             if rank < 0 or not (per_token or is_last[t, k]):
                 continue
             if heard[rank]:
-                table[t, k] = records[rank] + (t * num_topk + k) * stride
+                table[t, k] = records + rank * apart + (t * num_topk + k) * stride
                 counts[rank] += 1
             else:
                 missing += 1
@@ -209,12 +209,14 @@ def expected_rows(slot_rank, is_last, per_token, heard, records, stride):
 
 
 @njit(nogil=True, cache=True)
-def overlay_rows(table, tokens, rows):
-    """table[tokens[i], k] = rows[i, k] wherever that is an address: table [T, K], rows [m, K] int64, tokens [m] int32.
+def overlay_rows(table, tokens, rows, first, end):
+    """table[tokens[i], k] = rows[i, k] wherever that is an address, for i from `first` to before `end`.
 
-    Worked example: table = [[1, 2], [3, 4]], tokens = [1], rows = [[0, 9]] makes table [[1, 2], [3, 9]].
+    table [T, K], rows [m, K] int64, tokens [m] int32.
+    Worked example: table = [[1, 2], [3, 4]], tokens = [0, 1], rows = [[8, 8], [0, 9]], first = 1, end = 2 makes table
+    [[1, 2], [3, 9]].
     """
-    for i in range(tokens.size):
+    for i in range(first, end):
         for k in range(table.shape[1]):
             if rows[i, k] != 0:
                 table[tokens[i], k] = rows[i, k]
@@ -375,8 +377,8 @@ def reduce_rows(operands, is_float32, weights, weighted, biases, out, hidden, st
     """out[i] = bfloat16(0 + biases + sum over k of weights[i, k] * row at operands[i, k]), in float32, k ascending.
 
     operands [n, K] int64 addresses of rows of `hidden` bfloat16 (or float32) values, 0 = no row; weights [n, K] float32
-    used if `weighted`; biases [num_biases, n] int64 addresses; out [n] int64 addresses. Products and sums are not
-    fused. `stream` as in move_rows. Bytes moved: 2 * hidden * (rows + n) for bfloat16.
+    used if `weighted`; biases int64 addresses of [n, hidden] bfloat16; out the address of such. Products and sums are
+    not fused. `stream` as in move_rows. Bytes moved: 2 * hidden * (rows + n) for bfloat16.
 
     Worked example, hidden 1: rows 1.0 and 3.0 with weights 0.5 and 2.0 and bias 1.0 give 0 + 1 + 0.5 + 6 = 7.5.
     """
@@ -384,13 +386,14 @@ def reduce_rows(operands, is_float32, weights, weighted, biases, out, hidden, st
     rounded = np.empty(_BLOCK, np.uint16)
     slots = np.empty(operands.shape[1], np.int64)
     ones = (np.float32(1), np.float32(1), np.float32(1), np.float32(1))
-    for i in range(out.size):
+    for i in range(operands.shape[0]):
+        begin = 2 * hidden * i
         count = 0
         for k in range(operands.shape[1]):
             if operands[i, k] != 0:
                 slots[count] = k
                 count += 1
-        alone = count == 1 and not (weighted or is_float32 or biases.shape[0] > 0)
+        alone = count == 1 and not (weighted or is_float32 or biases.size > 0)
         for first in range(0, hidden, _BLOCK):
             width = min(_BLOCK, hidden - first)
             part = rounded[:width]
@@ -398,8 +401,8 @@ def reduce_rows(operands, is_float32, weights, weighted, biases, out, hidden, st
                 _only_bf16(view(operands[i, slots[0]] + 2 * first, width, np.uint16), part)
             else:
                 total[:] = np.float32(0)
-                for b in range(biases.shape[0]):
-                    _add_bf16(total, view(biases[b, i] + 2 * first, width, np.uint16))
+                for bias in biases:
+                    _add_bf16(total, view(bias + begin + 2 * first, width, np.uint16))
                 at = 0
                 if not is_float32:
                     while at + 4 <= count:
@@ -423,7 +426,7 @@ def reduce_rows(operands, is_float32, weights, weighted, biases, out, hidden, st
                         _add_bf16(total, view(address + 2 * first, width, np.uint16))
                 _round_bf16(total, part)
             if stream:
-                stream_bytes(out[i] + 2 * first, rounded.ctypes.data, 2 * width)
+                stream_bytes(out + begin + 2 * first, rounded.ctypes.data, 2 * width)
             else:
-                copy_bytes(out[i] + 2 * first, rounded.ctypes.data, 2 * width)
+                copy_bytes(out + begin + 2 * first, rounded.ctypes.data, 2 * width)
     store_fence()

@@ -6,6 +6,7 @@ writes is decided by the caller of the half, `dispatch.py` or `combine.py` of th
 
 from __future__ import annotations
 
+import functools
 import os
 import struct
 import time
@@ -112,7 +113,7 @@ class HostRuntime:
         self.mask_peers = mask_peers
         self.debug_poison = debug_poison
         self.masked: set[int] = set()
-        self._places: dict[Word, int] = {}
+        self._offset = functools.cache(lambda word: layout.word(*word))
         crowded = self.num_ranks > len(os.sched_getaffinity(0))
         self._first_patience = _CROWDED_PATIENCE if crowded else _FIRST_PATIENCE
         self.closed = False
@@ -151,10 +152,7 @@ class HostRuntime:
     # -- words ---------------------------------------------------------------------------------------------------
 
     def _address(self, owner: int, word: Word) -> int:
-        place = self._places.get(word)
-        if place is None:
-            place = self._places[word] = self.layout.word(word.purpose, word.writer, word.bank)
-        return self.base[owner] + place
+        return self.base[owner] + self._offset(word)
 
     def publish(self, peer: int, word: Word, epoch: int, count: int = 0) -> None:
         """Set a word in the window of `peer` (release)."""

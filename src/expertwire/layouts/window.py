@@ -125,8 +125,12 @@ class WindowLayout:
 
     def combine_rows(self, bank: int, writer: int) -> int:
         """Byte offset of record (token 0, slot 0); record (t, k) is `(t * num_topk + k) * stride` further."""
-        copy = writer if self.writers_apart else 0
-        return self.combine_header(bank, self.num_ranks - 1) + HEADER_BYTES + copy * self._combine_records_bytes
+        return self.combine_header(bank, self.num_ranks - 1) + HEADER_BYTES + writer * self.combine_apart
+
+    @cached_property
+    def combine_apart(self) -> int:
+        """Bytes from one writer's combine records to those of the next: none where all share them."""
+        return self._combine_records_bytes if self.writers_apart else 0
 
     @cached_property
     def total_bytes(self) -> int:
