@@ -137,7 +137,8 @@ def dispatch_options(rank: int, layout: object, expert_alignment: object, counts
         choice(f"rank {rank}: layout", layout, tuple(Layout))
     if counts not in ("host", "device"):
         choice(f"rank {rank}: counts", counts, ("host", "device"))
-    integer(f"rank {rank}: expert_alignment", expert_alignment, 1, 1 << 20)
+    if type(expert_alignment) is not int or not 1 <= expert_alignment <= 1 << 20:
+        integer(f"rank {rank}: expert_alignment", expert_alignment, 1, 1 << 20)
     if wire is not None and not isinstance(wire, (BF16, FP8Block)):
         raise InvalidArgument(f"rank {rank}: wire must be None, ew.BF16() or ew.FP8Block(...), got {wire!r}")
 

@@ -389,6 +389,8 @@ class Buffer:
             ) from failure
 
     def _raise_if_full(self) -> None:
+        if len(self._handles) < self.settings.max_in_flight:
+            return
         in_flight = [handle for handle in self._handles if not handle.finished]
         if len(in_flight) >= self.settings.max_in_flight:
             raise InFlightError(

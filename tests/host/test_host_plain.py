@@ -101,7 +101,7 @@ def test_routing(both, seed):
         arranged = [engine.arrange(reads[0][0], 9, 1 + rank, 0, False) for engine in both]
         same(*arranged)
         rows, starts = [found[0] for found in arranged], arranged[0][3]
-        lying = [engine.record_addresses(4096, 1 << 20, 64, offsets, heard.astype(np.int64)) for engine in both]
+        lying = [engine.record_addresses(4096, 1 << 20, 64, offsets) for engine in both]
         same(*lying)
         cuts = np.sort(rng.integers(0, len(mine) + 1, num_ranks + 1))
         cuts[0], cuts[-1] = 0, len(mine)

@@ -81,7 +81,7 @@ def warm_up() -> None:
         overlay_rows(index, tokens, index, 0, 0)
         write_routing(at, tokens, 0, ids, ids, weights)
         read_routing(at, 64, offsets, 1)
-        record_addresses(at, 64, 8, offsets, offsets)
+        record_addresses(at, 64, 8, offsets)
         arrange(ids, 1, 1, 0, False)
         reduce_rows(index, False, weights, False, rows, at, 8, False)
         encode_fp8(at, 0, 8, 128, False, at, at, 4)

@@ -205,9 +205,11 @@ def receive(
     else:
         rows = arrivals.rows_per_peer
         assert all(seen in (0, n) for seen, n in zip(present, rows, strict=True)), f"{present} cached rows, not {rows}"
-    records = kernels.record_addresses(
-        own + layout.dispatch_rows(bank, 0), apart, row.stride, arrivals.offsets, np.array(present, np.int64)
-    )
+    records = kernels.record_addresses(own + layout.dispatch_rows(bank, 0), apart, row.stride, arrivals.offsets)
+    if known is not None:
+        for peer in range(runtime.num_ranks):
+            if not present[peer]:
+                records[arrivals.rows_from(peer)] = 0
     coming = {peer: counts[peer] for peer, flag in flags.items() if flag & ANNOUNCES}
     deferring = [peer for peer, flag in flags.items() if flag & DEFERS]
     return arrivals, records, any_needs_grad(flags), Meeting(coming, deferring)

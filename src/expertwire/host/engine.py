@@ -300,12 +300,14 @@ class HostEngine:
         arrivals, stream = placed.arrivals, self.runtime.streams(placed.num_filled, row.payload_bytes)
         for peer in direct:
             records[arrivals.rows_from(peer)] = 0
+        tokens = None
+        if sent is not None and sent.routing.rows_per_peer[self.rank]:
+            tokens = sent.routing.tokens_for(self.rank).astype(np.int64)
         for out, at in zip(outputs, (0, row.sf), strict=False):
             row_bytes = out.shape[1]
-            if sent is not None:
+            if sent is not None and tokens is not None:
                 first = (sent.rows.sf if at else sent.rows.payload) - at
-                tokens = sent.routing.tokens_for(self.rank)
-                records[arrivals.rows_from(self.rank)] = first + row_bytes * tokens.astype(np.int64)
+                records[arrivals.rows_from(self.rank)] = first + row_bytes * tokens
             self.kernels.place_rows(records, at, placed.rows, out.data_ptr(), row_bytes, stream)
 
     def finish_dispatch(self, epoch: int) -> None:

@@ -204,10 +204,10 @@ def read_routing(at: int, apart: int, offsets: Array, num_topk: int) -> tuple[Ar
     return found[:, :num_topk].copy(), weights, found[:, -1].copy()
 
 
-def record_addresses(records: int, apart: int, stride: int, offsets: Array, present: Array) -> Array:
-    rank = np.repeat(np.arange(present.size), np.diff(offsets))
-    place = records + rank * apart + (np.arange(rank.size) - offsets[rank]) * stride
-    return np.where(present[rank] != 0, place, 0)
+def record_addresses(records: int, apart: int, stride: int, offsets: Array) -> Array:
+    rank = np.repeat(np.arange(offsets.size - 1), np.diff(offsets))
+    found: Array = records + rank * apart + (np.arange(rank.size) - offsets[rank]) * stride
+    return found
 
 
 def arrange(

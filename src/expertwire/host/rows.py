@@ -266,18 +266,16 @@ def read_routing(at, apart, offsets, num_topk):
 
 
 @njit(nogil=True, cache=True)
-def record_addresses(records, apart, stride, offsets, present):
+def record_addresses(records, apart, stride, offsets):
     """int64 [m]: where the records of the rows offsets[r]:offsets[r + 1] lie, from records + r * apart on, `stride`
-    apart; 0 for rows of ranks that are not `present` [R] (0 = absent).
+    apart.
 
-    Worked example: records = 1000, apart = 100, stride = 10, offsets = [0, 2, 3], present = [2, 1] gives
-    [1000, 1010, 1100].
+    Worked example: records = 1000, apart = 100, stride = 10, offsets = [0, 2, 3] gives [1000, 1010, 1100].
     """
-    found = np.zeros(offsets[-1], np.int64)
-    for rank in range(present.size):
-        if present[rank]:
-            for i in range(offsets[rank], offsets[rank + 1]):
-                found[i] = records + rank * apart + (i - offsets[rank]) * stride
+    found = np.empty(offsets[-1], np.int64)
+    for rank in range(offsets.size - 1):
+        for i in range(offsets[rank], offsets[rank + 1]):
+            found[i] = records + rank * apart + (i - offsets[rank]) * stride
     return found
 
 

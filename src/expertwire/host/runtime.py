@@ -118,7 +118,7 @@ class HostRuntime:
         self._first_patience = _CROWDED_PATIENCE if crowded else _FIRST_PATIENCE
         self.closed = False
         self.wait_s = [0.0] * self.num_ranks
-        self._told_itself: dict[Word, int] = {}
+        self._told_itself: dict[Word, tuple[int, int]] = {}  # epoch and count of words of this rank to itself
         self._excluded = [layout.word("excluded", peer) // 8 for peer in range(self.num_ranks)]
         self.base = [window.ctypes.data for window in transport.windows]
         self.bytes_of = [memoryview(window) for window in transport.windows]  # type: ignore[arg-type]
@@ -157,7 +157,7 @@ class HostRuntime:
     def publish(self, peer: int, word: Word, epoch: int, count: int = 0) -> None:
         """Set a word in the window of `peer` (release)."""
         if peer == self.rank:
-            self._told_itself[word] = pack(epoch, count)
+            self._told_itself[word] = epoch, count
         else:
             self.kernels.publish(self._address(peer, word), pack(epoch, count))
 
@@ -245,11 +245,11 @@ class HostRuntime:
         peer = word.writer
         if peer in self.masked:
             return None
-        wanted = pack(epoch, REFUSED)
         if peer == self.rank:
-            seen = self._told_itself.get(word, 0)
-            assert seen >= wanted, f"{word} would be waited for before it is signalled"
-            return unpack(seen)[1]
+            told, count = self._told_itself.get(word, (0, 0))
+            assert told >= epoch, f"{word} would be waited for before it is signalled"
+            return count
+        wanted = pack(epoch, REFUSED)
         began = self.clock()
         seen = self.watch(word, wanted, self._first_patience)
         while seen < wanted:
