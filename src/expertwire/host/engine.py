@@ -316,8 +316,9 @@ class HostEngine:
         for (of_bank, _, _), workspace in self._workspaces.items():
             if of_bank == bank:
                 workspace[:0].zero_()  # autograd now refuses a backward pass that would read the recycled views
-        for writer in range(self.num_ranks):
-            self.runtime.poison(layout.dispatch_header(bank, writer), layout.dispatch_region_bytes)
+        if self.runtime.debug_poison:
+            for writer in range(self.num_ranks):
+                self.runtime.poison(layout.dispatch_header(bank, writer), layout.dispatch_region_bytes)
         step = protocol.finish(self.dispatch_lane, self.rank, epoch, self.num_ranks)
         self.runtime.run("dispatch receive", step)
 
@@ -474,7 +475,8 @@ class HostEngine:
     def finish_combine(self, epoch: int) -> None:
         """The windows of this step may be written again."""
         layout, bank = self.runtime.layout, self.combine_lane.bank(epoch)
-        self.runtime.poison(layout.combine_header(bank, 0), layout.combine_bank_bytes)
+        if self.runtime.debug_poison:
+            self.runtime.poison(layout.combine_header(bank, 0), layout.combine_bank_bytes)
         step = protocol.finish(self.combine_lane, self.rank, epoch, self.num_ranks)
         self.runtime.run("combine receive", step)
 

@@ -351,9 +351,9 @@ class HostRuntime:
         return [at for at in guards if (self.own[at : at + GUARD_BYTES] != _GUARD).any()]
 
     def poison(self, offset: int, num_bytes: int) -> None:
-        """Overwrite consumed rows with NaN, so that nobody reads them again unnoticed."""
-        if self.debug_poison:
-            self.own[offset : offset + num_bytes] = _POISON
+        """Overwrite consumed rows with NaN, so that nobody reads them again unnoticed (with debug_poison only)."""
+        assert self.debug_poison
+        self.own[offset : offset + num_bytes] = _POISON
 
     # -- leaving -------------------------------------------------------------------------------------------------
 
