@@ -168,24 +168,37 @@ def test_another_stream_waits_for_the_event_of_a_call():
     ew.World(1, device="cuda").run(rank_work)
 
 
-def test_a_rank_that_never_comes_is_named():
+@pytest.mark.parametrize("call", ["dispatch", "combine"])
+def test_a_rank_that_never_comes_is_named(call):
+    """For combine in a bank where no peer has said yet where its rows are."""
+
+    def alone(buf, x, ids, sent):
+        if call == "dispatch":
+            buf.dispatch(x, ids, layout=COMPACT)
+        else:
+            buf.combine(sent.x, sent.handle)
+            buf.synchronize()
+
     def rank_work(rank):
         buf = buffer(rank, timeout_s=0.5)
         x = torch.zeros(4, HIDDEN, dtype=torch.bfloat16, device="cuda")
         ids = torch.full((4, TOPK), -1, device="cuda")
         ids[:, 0] = 15
-        for _ in range(2):
+        for _ in range(2 if call == "dispatch" else 1):
             sent = buf.dispatch(x, ids, layout=COMPACT)
             buf.combine(sent.x, sent.handle)
+        if call == "combine":
+            sent = buf.dispatch(x, ids, layout=COMPACT)
         torch.cuda.synchronize()
         rank.barrier()
         if rank.rank == 1:
             rank.barrier()
             return
         started = time.monotonic()
-        with pytest.raises(ew.PeerTimeout) as caught:
-            buf.dispatch(x, ids, layout=COMPACT)
+        with pytest.raises(ew.PeerTimeout, match=f"{call} (send|receive)") as caught:
+            alone(buf, x, ids, sent)
         assert caught.value.peers == (1,)
+        torch.cuda.synchronize()
         assert time.monotonic() - started < 10
         with pytest.raises(ew.BufferClosed):
             buf.dispatch(x, ids, layout=COMPACT)

@@ -163,7 +163,7 @@ class DeviceEngine:
             lambda tokens: send_tile(tokens, row_bytes, lines, self.num_sms, most_rows, self.strict_sms, rows.fp8),
             num_tokens,
         ):
-            blocks = self.num_sms if self.strict_sms else 8 * self.num_sms
+            blocks = self.num_sms if self.strict_sms else 16 * self.num_sms
             self.launch(
                 dispatch_send, min(max(1, ceil_div(num_tokens, tile.rows)), blocks),
                 x, sf, plan.keys, plan.block_counts, plan.first_rows,

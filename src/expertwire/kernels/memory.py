@@ -23,6 +23,7 @@ import triton.language as tl
 from triton.language.target_info import is_cuda
 
 COUNT_BITS = tl.constexpr(24)
+ALL_THREADS = tl.constexpr(1024)
 
 # What a kernel leaves in its status words when a wait gives up, one record per peer.
 STATUS_FIELDS = tl.constexpr(4)  # phase (0 = no failure), expected word, seen word, spins
@@ -60,6 +61,12 @@ def pack_word(epoch, count):
 
 
 @triton.jit
+def agree(number):
+    """The largest of what the warps of a block have, so that all take the same branch."""
+    return tl.max(tl.zeros([ALL_THREADS], tl.int32) + number, axis=0)
+
+
+@triton.jit
 def _leave_record(status, peers, mask, phase, wanted, seen, spins):
     record = status + peers * STATUS_FIELDS
     tl.store(record + 1, wanted, mask=mask)
@@ -79,13 +86,15 @@ def _look(pointers, mask, wanted):
 
 @triton.jit
 def wait(pointers, mask, epoch, phase: tl.constexpr, status, peers, spin_limit):
-    """Words at `pointers` [R], once all that `mask` names have reached `epoch`, and how many of them say REFUSED for
-    it; bounded by `spin_limit` looks.
+    """Words at `pointers` [R], once all that `mask` names have reached `epoch`; how many of them say REFUSED for it;
+    and how many are late when it gives up, after `spin_limit` looks.
 
-    When it gives up it writes (phase, expected word, seen word, spins) to `status` for every peer that is late, and
-    returns what it saw. A launch after a failure does not wait again: the first record stays, spin_limit counts as 0.
-    `status` is device memory, since reading host memory here would cost a millisecond; the word in front of it is the
-    address of a mirror in host memory, 0 for none.
+    When it gives up it writes (phase, expected word, seen word, spins) to `status` for every peer that is late. A
+    launch after a failure does not wait again: the first record stays, spin_limit counts as 0. `status` is device
+    memory, since reading host memory here would cost a millisecond; the word in front of it is the address of a mirror
+    in host memory, 0 for none.
+
+    Warps may give up at different times and return different numbers: see `agree`.
     """
     wanted = epoch << COUNT_BITS
     seen, late, refused = _look(pointers, mask, wanted)
@@ -102,4 +111,4 @@ def wait(pointers, mask, epoch, phase: tl.constexpr, status, peers, spin_limit):
             if mirror != 0:
                 _leave_record(mirror.to(tl.pointer_type(tl.int64)), peers, is_late, phase, wanted, seen, spins)
     tl.debug_barrier()
-    return seen, refused
+    return seen, refused, late

@@ -21,8 +21,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from expertwire.kernels.memory import ticket_acq_rel
-from expertwire.kernels.routing import DONE, HOME_LOCAL, HOME_RANK, WHERE_RANK, WHERE_ROW, await_peers, load_block
+from expertwire.kernels.memory import agree, ticket_acq_rel, wait
+from expertwire.kernels.routing import DONE, HOME_LOCAL, HOME_RANK, WHERE_RANK, WHERE_ROW, load_block, words_from
 from expertwire.kernels.tally import add_rows
 
 
@@ -142,4 +142,9 @@ def address_rows(
     if R > 1:
         if ticket_acq_rel(tickets) == tl.num_programs(0) - 1:
             tl.store(tickets, 0)
-            await_peers(word_bases, DONE, tl.load(epochs), rank, status, spin_limit, R, RANKS)
+            pointers, peers, mask = words_from(word_bases, DONE, rank, R, RANKS)
+            _, _, late = wait(pointers, mask, tl.load(epochs), DONE + 1, status, peers, spin_limit)
+            if agree(late) > 0:  # they may still read what would be overwritten
+                for first in range(0, num_places, PLACES):
+                    at = first + tl.arange(0, PLACES)
+                    tl.store(addresses + at, tl.zeros([PLACES], tl.int64), mask=at < num_places)

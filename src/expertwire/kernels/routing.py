@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from expertwire.kernels.memory import exchange_release, pack_word, ticket_acq_rel, wait
+from expertwire.kernels.memory import agree, exchange_release, pack_word, ticket_acq_rel, wait
 
 HOME_RANK = tl.constexpr(16)
 HOME_LOCAL = tl.constexpr(0xFFFF)
@@ -33,8 +33,6 @@ READY = tl.constexpr(1)
 DONE = tl.constexpr(2)
 COMBINE_READY = tl.constexpr(3)
 COMBINE_DONE = tl.constexpr(4)
-
-ALL_THREADS = tl.constexpr(1024)
 
 
 @triton.jit
@@ -65,24 +63,25 @@ def signal(word_bases, purpose: tl.constexpr, epoch, counts, rank, R: tl.constex
 def await_peers(
     word_bases, purpose: tl.constexpr, epoch, rank, status, spin_limit, R: tl.constexpr, RANKS: tl.constexpr
 ):
-    """Wait until every peer has signalled `purpose` for `epoch`; returns how many refused the step, which is then void.
+    """Wait until every peer has signalled `purpose` for `epoch`; returns how many refused the step or did not come in
+    time: it is void then, and no rows are read or written. Who does not come with DONE is not counted: a wait for other
+    words follows, which gives up as well.
 
-    Who did is told to the host: behind the addresses of words stands that of this bank's record of refusals there.
+    Who refused is told to the host: behind the addresses of words stands that of this bank's record of refusals there.
     """
     pointers, peers, mask = words_from(word_bases, purpose, rank, R, RANKS)
-    seen, refused = wait(pointers, mask, epoch, purpose + 1, status, peers, spin_limit)
+    seen, refused, late = wait(pointers, mask, epoch, purpose + 1, status, peers, spin_limit)
     if purpose == DONE:
         return 0
     if purpose == COMBINE_DONE:
         return 0
-    # Warps that gave up may have seen other words than the rest of the block: all must take the same branches.
-    refused = tl.max(tl.zeros([ALL_THREADS], tl.int32) + refused, axis=0)
-    if refused > 0:
+    void = agree(refused + late)
+    if void > 0:
         record = tl.load(word_bases + R).to(tl.pointer_type(tl.int64))
         if purpose == COMBINE_READY:
             record += R
         tl.store(record + peers, tl.zeros_like(seen) + epoch, mask=mask & (seen == pack_word(epoch, -1)))
-    return refused
+    return void
 
 
 @triton.jit

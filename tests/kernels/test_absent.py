@@ -1,0 +1,78 @@
+"""A rank that does not come, in kernels: the wait is recorded, and nothing is read or written on its account."""
+
+import importlib.util
+
+import pytest
+import torch
+from interpreted import SharedFiles, use_interpreter
+
+from expertwire.formats import BF16
+from expertwire.layouts.receive import Layout
+from expertwire.testing import Processes, random_rows
+from expertwire.topology import Placement
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+HIDDEN, TOKENS = 16, 3
+DISPATCH_DONE, COMBINE_READY, COUNTS = 3, 4, 1  # phases of `kernels.runtime`
+
+
+@pytest.fixture(scope="module")
+def processes():
+    with Processes(2) as crew:
+        yield crew
+
+
+def rank_work(group, layout, call):
+    """Both ranks make a step; then rank 0 makes `call` alone. What is unchanged, and what the wait left behind."""
+    use_interpreter()
+    from expertwire.kernels.engine import DeviceEngine, Rows
+
+    memory = SharedFiles(group)
+    engine = DeviceEngine(
+        memory, Placement.contiguous(4, 2), capacity=TOKENS, hidden=HIDDEN, num_topk=2, num_banks=1, num_sms=3,
+        spin_limit=1 << 16,
+    )  # fmt: skip
+    places, inputs = engine.state.places(layout, Rows.of_wire(BF16(), HIDDEN)), engine.state.inputs(layout)
+    x, out = random_rows(memory.rank, TOKENS, HIDDEN), torch.full((TOKENS, HIDDEN), 7.0).bfloat16()
+    ids = torch.tensor([[0, 2], [1, 3], [2, -1]])
+    y = inputs.payload(0).view(torch.bfloat16)
+
+    def dispatch(step, plan):
+        engine.send(x, None, plan, step, places, receive=True)
+
+    def new_step():
+        return engine.state.step(0, layout, ids, torch.ones(TOKENS, 2))
+
+    step = new_step()
+    dispatch(step, engine.plan(step, places))
+    y.copy_(places.payload(0).view(torch.bfloat16))
+    engine.combine(y, inputs, step, out, weighted=False, finish=memory.rank == 0 or call != "repeated dispatch")
+    memory.all_gather(None)
+    places.payload(0).fill_(0xEE)
+    out.fill_(7.0)
+    if memory.rank == 0:
+        engine.spin_limit, x = 20, -x
+        if call == "combine":
+            engine.combine(y, inputs, step, out, weighted=False)
+        elif call == "dispatch":
+            step = new_step()
+            dispatch(step, engine.plan(step, places))
+        else:
+            dispatch(step, engine.repeat_plan(step, places))
+    memory.all_gather(None)
+    untouched = bool((places.payload(0) == 0xEE).all()) and bool((out == 7.0).all())
+    return untouched, engine.state.status.view(-1, 4)[:, 0].tolist(), int(step.void), int(step.refused)
+
+
+@pytest.mark.parametrize("layout", [Layout.COMPACT, Layout.EXPERT_SLOTS], ids=str)
+@pytest.mark.parametrize(
+    ("call", "phase"), [("combine", COMBINE_READY), ("dispatch", COUNTS), ("repeated dispatch", DISPATCH_DONE)]
+)
+def test_nothing_moves(processes, layout, call, phase):
+    (mine, phases, void, refused), (theirs, none, *_) = processes.run(rank_work, layout, call)
+    assert mine
+    assert theirs
+    assert phases == [0, phase]
+    assert none == [0, 0]
+    assert (refused if call == "combine" else void) == 1
