@@ -1,11 +1,12 @@
 """The kernels on a GPU: are they right, and how long do they take?
 
-    python benchmarks/gpu.py check decode virtual prefill host soak --out results.json
+    python benchmarks/gpu.py check decode virtual prefill waiting host soak --out results.json
 
 check     bit for bit against the oracle, virtual ranks 1, 2, 4, 8
 decode    one rank, few tokens, EXPERT_SLOTS: kernel times from the profiler (median of 30), and plain torch
 virtual   2, 4, 8 ranks that share the card, one graph: time of a replay
 prefill   4096 tokens: COMPACT with 24 SMs per rank, EXPERT_MAJOR on the whole card; copies of the same bytes
+waiting   how long a matrix product takes to come through while another stream's launch waits in so many blocks
 host      eager calls of `Buffer` against a graph of them: host and device time of a call
 soak      many round trips of integer payloads, every sum compared, eager and in a graph
 """
@@ -27,6 +28,7 @@ import expertwire as ew
 from expertwire import reference
 from expertwire.cli.bench_report import commit
 from expertwire.formats import FP8Block
+from expertwire.kernels.dispatch_recv import spin
 from expertwire.testing import first_mismatch, payload, random_rows, random_weights, round_robin, uniform_routing
 from expertwire.testing.gpu_timing import eager, kernel_times, median, replay
 from expertwire.testing.gpu_timing import host as host_time
@@ -314,6 +316,30 @@ def prefill():
         torch.cuda.empty_cache()
 
 
+# -- waiting -----------------------------------------------------------------------------------------------------------
+
+
+def waiting(seconds=0.5):
+    """Why no kernel waits in many blocks: they keep away from every SM whatever needs most of its shared memory."""
+    engine = Ranks(Shape(2, 128, 256, hidden=1024), num_banks=1).engines[0]
+    looks, streams = int(seconds * engine.spins_per_second()), [torch.cuda.Stream() for _ in range(2)]
+    a = torch.randn(4096, 4096, device="cuda").bfloat16()
+    a @ a
+    for blocks in (1, 66, 131, 132, 264, 528):
+        records = engine.state.int64([0] * 12)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(streams[0]):
+            engine.launch(
+                spin, blocks, engine.state.banks[0].words, records[4:], looks, R=2, RANKS=2, num_warps=4
+            )  # fmt: skip
+        time.sleep(0.05)
+        began = time.perf_counter()
+        with torch.cuda.stream(streams[1]):
+            a @ a
+            streams[1].synchronize()
+        note(waiting_blocks=blocks, product_ms=1e3 * (time.perf_counter() - began))
+
+
 # -- Buffer ------------------------------------------------------------------------------------------------------------
 
 
@@ -369,7 +395,7 @@ def soak(trips=2000):
         note(soak=3 * trips, ranks=num_ranks, wrong_elements=sum(wrong), seconds=time.perf_counter() - started)
 
 
-PARTS = {"check": check, "decode": decode, "virtual": virtual, "prefill": prefill, "host": host, "soak": soak}
+PARTS = {part.__name__: part for part in (check, decode, virtual, prefill, waiting, host, soak)}
 
 
 def main():

@@ -69,7 +69,7 @@ class DeviceGradients:
         return tied[0], tied[1] if weighted else None
 
     def _combine(self, y: torch.Tensor, step: Step) -> torch.Tensor:
-        out = self._state.empty(torch.bfloat16, step.where.shape[0], self._settings.hidden)
+        out = self._state.empty(torch.bfloat16, step.sends_to.shape[0], self._settings.hidden)
         inputs, staged = None, y
         if self._engine.num_ranks > 1 and not self._runtime.memory.any_address:
             inputs = self._state.inputs(step.layout, step.alignment)
@@ -102,7 +102,7 @@ class DeviceGradients:
                 raise RuntimeError(
                     "combine's input x, or the topk_weights of its dispatch, was modified in place before the backward"
                 )
-            num_tokens, num_topk = arrived.step.where.shape
+            num_tokens, num_topk = arrived.step.topk_idx.shape
             grad_sums = self._as_rows(grads[0], num_tokens)
             values = None if weights is None else aligned(weights.detach())
             if returns:

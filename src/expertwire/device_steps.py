@@ -156,7 +156,7 @@ def collect_values(runtime: DeviceRuntime, step: Step) -> torch.Tensor:
     """[T, K] float32: what the ranks of the rows have exposed for each slot, 0 where nothing was selected."""
     engine, state = runtime.engine, runtime.engine.state
     memory = state.values("combine", step.layout, step.alignment, width_of(engine, step.layout))
-    out = state.empty(torch.float32, *step.where.shape)
+    out = state.empty(torch.float32, *step.topk_idx.shape)
     runtime.launch(("combine values", step.layout), lambda: combine_values(engine, memory, step, out))
     return out
 

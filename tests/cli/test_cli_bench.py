@@ -11,7 +11,8 @@ from expertwire.cli.bench_cases import SUITES, Case
 from expertwire.cli.bench_measure import Measured
 from expertwire.cli.bench_report import results
 from expertwire.cli.main import run
-from expertwire.errors import InvalidArgument
+from expertwire.errors import InvalidArgument, PeerTimeout
+from expertwire.testing import Processes
 from expertwire.testing.timing import interleaved, summarise
 
 SMALL = ["bench", "--no-mpi", "--hidden", "256", "--experts", "4", "--topk", "2", "--seconds", "0.01"]
@@ -41,13 +42,23 @@ def test_other_wires_and_routings_are_measured(capsys):
     assert "bf16/logfmt10, skewed routing" in capsys.readouterr().out
 
 
-def test_a_line_that_is_not_correct_is_not_timed(monkeypatch, capsys):
-    def wrong(*_, **__):
-        raise AssertionError("combine: first difference at row 0")
+def test_what_is_not_correct_is_not_timed_and_the_rest_is(monkeypatch, capsys, tmp_path):
+    measure, file = Processes.run, tmp_path / "bench.json"
 
-    monkeypatch.setattr("expertwire.testing.ranks.Processes.run", wrong)
-    assert run(SMALL) == 1
-    assert "not correct, so not timed" in capsys.readouterr().err
+    def wrong(self, fn, case, *args, **options):
+        if case.tokens == 3:
+            raise AssertionError("combine: first difference at row 0")
+        if case.tokens == 5:
+            raise PeerTimeout(0, "combine receive", [], 1.0, "")
+        return measure(self, fn, case, *args, **options)
+
+    monkeypatch.setattr(Processes, "run", wrong)
+    assert run([*SMALL, "--tokens", "3,4,5", "--json", str(file)]) == 1
+    said = capsys.readouterr().err
+    assert "2 of the cases failed" in said
+    assert "not correct, so not timed: 2 ranks, 3 x" in said
+    assert "not measured: 2 ranks, 5 x" in said
+    assert {r["case"]["tokens"] for r in json.loads(file.read_text())["results"]} == {4}
 
 
 def test_saved_routing_is_used(tmp_path):

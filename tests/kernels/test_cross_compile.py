@@ -19,12 +19,13 @@ from expertwire.kernels.dispatch_send import dispatch_send  # noqa: E402
 from expertwire.kernels.dispatch_slots import dispatch_slots  # noqa: E402
 from expertwire.kernels.gradients import gradient_rows  # noqa: E402
 from expertwire.kernels.logfmt import combine_logfmt, encode_rows  # noqa: E402
-from expertwire.kernels.place import place_ranks  # noqa: E402
+from expertwire.kernels.place import address_rows, place_ranks, rows_of_slots  # noqa: E402
 from expertwire.kernels.plan import plan_count  # noqa: E402
 from expertwire.kernels.values import combine_values, send_values  # noqa: E402
 
 HOPPER, BLACKWELL, CDNA3 = GPUTarget("cuda", 90, 32), GPUTarget("cuda", 100, 32), GPUTarget("hip", "gfx942", 64)
 WORDS = {"x": "*bf16", "y": "*bf16", "out": "*bf16", "topk_weights": "*fp32", "tickets": "*i32", "home": "*i32"}
+WORDS |= dict.fromkeys(["owners"], "*i32")
 WORDS |= dict.fromkeys(["keys", "block_counts", "first_rows", "totals", "scratch", "own_experts", "by_owner"], "*i32")
 WORDS |= dict.fromkeys(
     ["expert_counts", "padded_counts", "offsets", "rank_counts", "owner_start", "void", "refused", "sent"], "*i32"
@@ -32,7 +33,7 @@ WORDS |= dict.fromkeys(
 WORDS |= dict.fromkeys(["arrived"], "*bf16") | dict.fromkeys(["values", "weights", "dots"], "*fp32")
 WORDS |= {"counts": "*i32", "rows": "*i16", "payload": "*i16", "sf": "*i16"}
 NUMBERS = {"rank", "num_tokens", "num_blocks", "room", "L", "first_own", "alignment", "spin_limit", "sf_at", "meta_at"}
-NUMBERS |= {"num_rows", "num_values"}
+NUMBERS |= {"num_rows", "num_values", "num_places", "num_slots"}
 SIZES = {"R": 8, "RANKS": 8, "E": 256, "hidden": 7168, "BLOCK": 128}
 SLOTS = SIZES | {"BINS": 512, "K": 8, "SLOTS": 8, "TOKENS": 128, "LINES": 64, "PARTS": 1, "UE8M0": False}
 SEND = SIZES | {
@@ -67,6 +68,8 @@ KERNELS = {
         }, 16,
     ),
     "place ranks": (place_ranks, PLAN | {"SENDS": 8, "WEIGHTED": True, "payload_bytes": 7168}, 8),
+    "place, repeated": (address_rows, SIZES | {"PLACES": 4096, "payload_bytes": 7168}, 8),
+    "place, slots": (rows_of_slots, {"K": 8, "SENDS": 8, "ENTRIES": 1024}, 8),
     "gradient": (gradient_rows, GRADIENT | {"WEIGHTED": True}, 8),
     "gradient, unweighted": (
         gradient_rows, GRADIENT | {"WEIGHTED": False, "y": None, "weights": None, "dots": None, "GROUPS": 1,

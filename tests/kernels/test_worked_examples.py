@@ -34,7 +34,7 @@ def routing_example(group):
     engine.send(x, None, engine.plan(step, rows), step, rows, receive=True)
     window = engine.state.window
     counts = engine.state._own[window.counts(0) :].view(torch.int32)[: 2 * window.counts_row]
-    return places(step.where), counts.view(2, -1)[memory.rank].tolist()
+    return places(step.sends_to), counts.view(2, -1)[memory.rank].tolist()
 
 
 def slots_example(group):
@@ -52,7 +52,7 @@ def slots_example(group):
     engine.dispatch_fused(torch.zeros(2, 16, dtype=torch.bfloat16), step, rows)
     assert (int(step.rank_counts), int(step.num_rows)) == (2, 2)
     written = {row: meta for row, meta in enumerate(rows.meta(0).tolist()) if meta != [-7] * 3}
-    return step.where.tolist(), step.expert_counts.tolist(), written
+    return step.sends_to.tolist(), step.expert_counts.tolist(), written
 
 
 def small_examples(group):
@@ -60,6 +60,7 @@ def small_examples(group):
     from expertwire.kernels.combine_recv import combine_gather
     from expertwire.kernels.dispatch_recv import copy_rows
     from expertwire.kernels.dispatch_send import dispatch_send
+    from expertwire.kernels.place import rows_of_slots
 
     def ints(*values, dtype=torch.int32):
         return torch.tensor(values, dtype=dtype)
@@ -84,7 +85,10 @@ def small_examples(group):
         R=1, RANKS=1, SENDS=2, ROWS=1, COLUMNS=1, PARTS=1, hidden=1, WEIGHTED=True, NUM_BIASES=1, EXCHANGE=False,
         FINISH=False, BY_RANK=False,
     )  # fmt: skip
-    return where.tolist(), (addresses - memory.data_ptr()).tolist(), out.nonzero()[:, 0].tolist(), float(total)
+    owners, slots = ints(1, 0, 1), torch.zeros(1, 3, dtype=torch.int64)
+    rows_of_slots[(1,)](owners, ints(3, 1 << 40 | 5, dtype=torch.int64), slots, 3, K=3, SENDS=2, ENTRIES=4)
+    offsets = (addresses - memory.data_ptr()).tolist()
+    return where.tolist(), offsets, out.nonzero()[:, 0].tolist(), float(total), places(slots)
 
 
 def sums_example(group):
@@ -157,11 +161,12 @@ def test_slots_of_one_rank(processes):
 
 
 def test_place_copy_and_combine(processes):
-    ((where, addresses, copied, total),) = processes.run(small_examples, num_ranks=1)
+    ((where, addresses, copied, total, slots),) = processes.run(small_examples, num_ranks=1)
     assert where == [[10, 20], [21, 11]]
     assert addresses == [[160, 320], [336, 176]]
     assert copied == [0, 1, 2, 8, 9]
     assert total == 7.5
+    assert slots == [["1:5", "0:3", "1:5"]]
 
 
 def test_sums_of_slots_and_of_ranks(processes):

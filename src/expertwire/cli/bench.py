@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from expertwire.errors import InvalidArgument
+from expertwire.errors import InvalidArgument, PeerError
 
 if TYPE_CHECKING:
     from expertwire.cli.bench_cases import Case
@@ -133,7 +133,7 @@ def _run_on_gpu(cases: list[DeviceCase], seconds: float, json_file: Path | None,
 
 
 class _Report:
-    """Shows results as they come, and writes them down at the end."""
+    """Shows results as they come, and writes them down at the end. What fails is said, and the rest is measured."""
 
     def __init__(self, formula: str | None = None, gpu: dict[str, Any] | None = None) -> None:
         from rich.console import Console
@@ -145,6 +145,7 @@ class _Report:
             self._console = Console(width=120)
         self._formula, self._gpu = formula or bench_report.FORMULA, gpu
         self._found: list[bench_report.Result] = []
+        self._failed: list[str] = []
 
     def add(self, case: Case, call: Callable[[], list[Any]], title: str = "") -> None:
         from expertwire.cli import bench_report
@@ -153,9 +154,11 @@ class _Report:
         try:
             with self._console.status(title):
                 rows = bench_report.results(case, call())
-        except AssertionError as error:
-            typer.echo(f"not correct, so not timed: {title}: {error}", err=True)
-            raise typer.Exit(1) from None
+        except (AssertionError, PeerError) as error:
+            why = "not correct, so not timed" if isinstance(error, AssertionError) else "not measured"
+            self._failed.append(f"{why}: {title}: {error}")
+            typer.echo(self._failed[-1], err=True)
+            return
         bench_report.show(self._console, title, rows)
         self._found.extend(rows)
 
@@ -171,6 +174,9 @@ class _Report:
             if not drawing:
                 raise InvalidArgument("--plot needs the sweep over rows: use --suite scaling")
             plot.write_text(drawing)
+        if self._failed:
+            typer.echo("\n".join([f"{len(self._failed)} of the cases failed:", *self._failed]), err=True)
+            raise typer.Exit(1)
 
 
 def _mpi_launcher() -> Any:

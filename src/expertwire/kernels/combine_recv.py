@@ -30,9 +30,9 @@ def combine_gather(
     PARTS: tl.constexpr, hidden: tl.constexpr, WEIGHTED: tl.constexpr, NUM_BIASES: tl.constexpr, EXCHANGE: tl.constexpr,
     FINISH: tl.constexpr, BY_RANK: tl.constexpr,
 ):  # fmt: skip
-    """`where` [T, SENDS] names a token's rows, -1 = none (SENDS = K; COMPACT: `sends_to` of the plan); topk_weights
-    [T, SENDS] if WEIGHTED; out [T, hidden] bfloat16. y, source_bases, void and refused as in `combine_send`: if this
-    step is refused, no rows are read.
+    """`where` [T, SENDS] names a token's rows, -1 = none: `sends_to` of the plan; topk_weights [T, SENDS] if WEIGHTED;
+    out [T, hidden] bfloat16. y, source_bases, void and refused as in `combine_send`: if this step is refused, no rows
+    are read.
 
     PARTS blocks of COLUMNS columns make a row; a unit of work is ROWS tokens and one part. With FINISH the last block
     also signals that the views of the dispatch have been given back. BY_RANK is reduce="rank": same rows, same bytes,

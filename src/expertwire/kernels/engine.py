@@ -23,7 +23,7 @@ from expertwire.kernels.dispatch_recv import await_rows, copy_rows, export_value
 from expertwire.kernels.dispatch_send import dispatch_send
 from expertwire.kernels.dispatch_slots import dispatch_slots
 from expertwire.kernels.launch import Launcher
-from expertwire.kernels.place import address_rows, place_ranks
+from expertwire.kernels.place import address_rows, place_ranks, rows_of_slots
 from expertwire.kernels.plan import COMPACT, EXPERT_MAJOR, EXPERT_SLOTS, plan_count
 from expertwire.kernels.refuse import refuse_combine, refuse_dispatch
 from expertwire.kernels.state import DeviceMemory, DeviceState, Places, Rows, Step
@@ -88,7 +88,7 @@ class DeviceEngine:
             parts = ceil_div(lines, tile.columns)
             self.launch(
                 dispatch_slots, max(2, 1 + num_tokens * parts),
-                x, step.topk_idx, step.where, step.expert_counts, step.rank_counts, step.sent, state.tally,
+                x, step.topk_idx, step.sends_to, step.expert_counts, step.rank_counts, step.sent, state.tally,
                 places.payload(step.bank), places.sf(step.bank), places.meta(step.bank), state.home, num_tokens,
                 self.capacity,
                 E=self.num_experts, BINS=pow2(self.num_experts + 1), K=self.num_topk, SLOTS=self._slots,
@@ -113,7 +113,7 @@ class DeviceEngine:
         first_rows = state.scratch("first_rows", torch.int32, width)
         self.launch(
             plan_count, num_blocks,
-            step.topk_idx, keys, block_counts, state.scratch("totals", torch.int32, width), first_rows,
+            step.topk_idx, keys, step.owners, block_counts, state.scratch("totals", torch.int32, width), first_rows,
             step.expert_counts, step.padded_counts, step.offsets, step.rank_counts, step.sent, state.tally,
             bank.words, bank.counts, state.home, state.by_owner, state.owner_start, bank.epochs, bank.tickets,
             state.status,
@@ -129,7 +129,7 @@ class DeviceEngine:
             return Plan(addresses, tokens, keys, block_counts, first_rows)
         self.launch(
             place_ranks, num_blocks,
-            step.topk_idx, weights, keys, block_counts, first_rows, state.home, places.bases[step.bank], step.where,
+            step.topk_idx, weights, keys, block_counts, first_rows, state.home, places.bases[step.bank],
             step.sends_to, addresses, num_tokens, places.region.meta,
             R=self.num_ranks, RANKS=self._ranks, E=self.num_experts, K=self.num_topk, SLOTS=slots, TOKENS=tokens,
             SENDS=step.sends_to.shape[1], WEIGHTED=weights is not None, payload_bytes=places.rows.payload_bytes,
@@ -139,6 +139,18 @@ class DeviceEngine:
 
     def _addresses(self, step: Step) -> torch.Tensor:
         return self.state.scratch("addresses", torch.int64, self.capacity * self.num_topk)[: step.sends_to.numel()]
+
+    def rows_of_slots(self, step: Step) -> torch.Tensor:
+        """[T, K] where each slot's row is; of COMPACT in memory that the next call of this overwrites."""
+        if step.owners is None:
+            return step.sends_to
+        num_slots = step.owners.numel()
+        where = self.state.scratch("rows_of_slots", torch.int64, self.capacity * self.num_topk)[:num_slots]
+        self.launch(
+            rows_of_slots, max(1, ceil_div(num_slots, 1024)), step.owners, step.sends_to, where, num_slots,
+            K=self.num_topk, SENDS=step.sends_to.shape[1], ENTRIES=1024, num_warps=8,
+        )  # fmt: skip
+        return where
 
     def repeat_plan(self, step: Step, places: Places) -> Plan:
         """An earlier plan, in the bank of this step."""
@@ -238,7 +250,7 @@ class DeviceEngine:
     ) -> None:  # fmt: skip
         """Wait for the peers' rows, gather and sum; before that `publish`, unless that was done."""
         self.combine_ready(y, inputs, step, publish=publish)
-        bank, num_tokens, sends = self.state.banks[step.bank], step.where.shape[0], step.sends_to
+        bank, num_tokens, sends = self.state.banks[step.bank], step.sends_to.shape[0], step.sends_to
         two = (*biases, None, None)[:2]
         for tile in self._tiles(
             lambda tokens: combine_tile(tokens, self.hidden, self.num_sms, self.strict_sms), num_tokens

@@ -5,9 +5,9 @@ its own block. For experts that last number comes from comparing keys, a few tok
 about to send them; for ranks, of which a token serves each once, from a running sum over a [tokens, ranks] table, in a
 launch of its own. Where the first row is -1 the step is void, and nothing is sent.
 
-Outputs, for K slots and SENDS places a token (SENDS = K, or the number of ranks if COMPACT needs fewer):
-    where [T, K], sends_to [T, SENDS]   rank << 40 | row, -1 = nothing to send; `sends_to` lists each place once
-    addresses [T, SENDS]                address of the row's payload, 0 = none
+Outputs, for SENDS places a token (SENDS = K, or the number of ranks if COMPACT needs fewer), each listed once:
+    sends_to [T, SENDS]     rank << 40 | row, -1 = nothing to send
+    addresses [T, SENDS]    address of the row's payload, 0 = none
 
 Orders: plain stores; a block reads back only what it stored before a barrier; the signal of the rows, which comes
 later, vouches for their routing too.
@@ -67,8 +67,7 @@ def place_experts(
 
 @triton.jit(do_not_specialize=["num_tokens", "meta_at"])
 def place_ranks(
-    topk_idx, topk_weights, keys, block_counts, first_rows, home, row_bases, where, sends_to, addresses, num_tokens,
-    meta_at,
+    topk_idx, topk_weights, keys, block_counts, first_rows, home, row_bases, sends_to, addresses, num_tokens, meta_at,
     R: tl.constexpr, RANKS: tl.constexpr, E: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr,
     SENDS: tl.constexpr, WEIGHTED: tl.constexpr, payload_bytes: tl.constexpr,
 ):  # fmt: skip
@@ -100,9 +99,6 @@ def place_ranks(
     row = index.to(tl.int64)
     place = tl.where(sends, (key.to(tl.int64) << WHERE_RANK) | row, -1)
     here = sends[:, :, None] & ((at_home >> HOME_RANK)[:, None, :] == key[:, :, None])
-    serving = tl.sum(tl.where(here, index[:, :, None], 0), axis=1).to(tl.int64)
-    by_slot = tl.where(ids >= 0, ((at_home >> HOME_RANK).to(tl.int64) << WHERE_RANK) | serving, -1)
-    tl.store(where + at, by_slot, mask=listed)
     nth = tl.cumsum(sends.to(tl.int32), axis=1) - 1
     listing = token.to(tl.int64)[:, None] * SENDS
     tl.store(sends_to + listing + nth, place, mask=sends)
@@ -122,6 +118,25 @@ def place_ranks(
         tl.where(here, weights[:, None, :], 0.0),
         mask=written,
     )
+
+
+@triton.jit(do_not_specialize=["num_slots"])
+def rows_of_slots(
+    owners, sends_to, where, num_slots, K: tl.constexpr, SENDS: tl.constexpr, ENTRIES: tl.constexpr
+):  # fmt: skip
+    """COMPACT: where [T, K], each slot's row, from the rank that serves it: owners [T, K], -1 = none. num_slots: T * K.
+
+    Only values that go along the routing need it. Example: owners [[1, 0, 1]], sends_to [[0:3, 1:5]] give
+    [[1:5, 0:3, 1:5]].
+    """
+    entry = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES).to(tl.int64)
+    mask = entry < num_slots
+    owner = tl.load(owners + entry, mask=mask, other=-1).to(tl.int64)
+    found = tl.full([ENTRIES], -1, tl.int64)
+    for nth in tl.static_range(SENDS):
+        place = tl.load(sends_to + entry // K * SENDS + nth, mask=mask, other=-1)
+        found = tl.where((place >= 0) & (place >> WHERE_RANK == owner), place, found)
+    tl.store(where + entry, found, mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_places", "rank", "spin_limit"])

@@ -99,15 +99,16 @@ def _first_rows(
 
 @triton.jit(do_not_specialize=["rank", "num_tokens", "num_blocks", "room", "alignment", "first_own", "L", "spin_limit"])
 def plan_count(
-    topk_idx, keys, block_counts, totals, first_rows, expert_counts, padded_counts, offsets, rank_counts, sent, tally,
-    word_bases, count_bases, home, by_owner, owner_start, epochs, tickets, status,
+    topk_idx, keys, owners, block_counts, totals, first_rows, expert_counts, padded_counts, offsets, rank_counts, sent,
+    tally, word_bases, count_bases, home, by_owner, owner_start, epochs, tickets, status,
     rank, num_tokens, num_blocks, room, alignment, first_own, L, spin_limit,
     R: tl.constexpr, RANKS: tl.constexpr, E: tl.constexpr, EXPERTS: tl.constexpr, EXPERT_BINS: tl.constexpr,
     RANK_BINS: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr, BLOCKS: tl.constexpr,
     COLUMNS: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
     """Block b counts tokens [b * TOKENS, (b + 1) * TOKENS). Writes keys [T, K]: the expert, or the rank for COMPACT,
-    whose rows a selection is numbered among, -1 = none; block_counts [num_blocks, E + R]; first_rows [E + R]; sent [R].
+    whose rows a selection is numbered among, -1 = none; for COMPACT also owners [T, K], the rank that serves it;
+    block_counts [num_blocks, E + R]; first_rows [E + R]; sent [R].
 
     by_owner [E] are experts in order of (owner, local id), owner_start [E] the position of the owner's first one; those
     of this rank are L from position first_own on.
@@ -118,10 +119,14 @@ def plan_count(
     token = block * TOKENS + tl.arange(0, TOKENS)
     slot = tl.arange(0, SLOTS)
     ids = load_block(topk_idx, block * TOKENS, num_tokens, E, K, SLOTS, TOKENS, LAYOUT == EXPERT_SLOTS)
-    last = last_of_rank(ranks_of(ids, home), SLOTS)
+    owner = ranks_of(ids, home)
+    last = last_of_rank(owner, SLOTS)
     key = last if LAYOUT == COMPACT else ids
     at = token.to(tl.int64)[:, None] * K + slot[None, :]
-    tl.store(keys + at, key, mask=(token < num_tokens)[:, None] & (slot < K)[None, :])
+    listed = (token < num_tokens)[:, None] & (slot < K)[None, :]
+    tl.store(keys + at, key, mask=listed)
+    if LAYOUT == COMPACT:
+        tl.store(owners + at, owner, mask=listed)
     experts = histogram(tl.reshape(ids, [TOKENS * SLOTS]), TOKENS * SLOTS, EXPERT_BINS)
     ranks = histogram(tl.reshape(last, [TOKENS * SLOTS]), TOKENS * SLOTS, RANK_BINS)
     bins = tl.arange(0, EXPERT_BINS)

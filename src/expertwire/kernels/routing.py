@@ -5,12 +5,12 @@ Letters: T tokens of this rank, K top-k slots, E experts of all ranks, R ranks, 
 A selection's row is: first row of its expert (or rank) at the destination + rows of lower source ranks + rows of this
 rank before it. So order is a function of the inputs alone. The first two come from the counts that ranks exchange.
 
-`home` [E] int32 is owner rank << 16 | local id. `where` [T, K] int64 is rank << 40 | row, -1 = nothing to send; COMPACT
-has one row per (token, rank), which stands at every slot that the rank serves.
+`home` [E] int32 is owner rank << 16 | local id. A place, int64, is rank << 40 | row, -1 = nothing to send. `sends_to`
+has a token's places: [T, K], one for each slot; COMPACT, with one row per (token, rank): [T, min(K, R)], each once.
 
 Worked example, 2 ranks with experts (0, 1) and (2, 3), seen from rank 1, whose topk_idx is [[0, 2], [1, 0]] while rank
 0 has selected expert 0 three times, with room for 8 rows per expert (EXPERT_SLOTS):
-    counts [2, 1, 1, 0 | 2, 1]   where = [[0:3, 1:0], [0:8, 0:4]]   (rank:row)
+    counts [2, 1, 1, 0 | 2, 1]   sends_to = [[0:3, 1:0], [0:8, 0:4]]   (rank:row)
 """
 
 # mypy: ignore-errors

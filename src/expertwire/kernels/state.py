@@ -118,8 +118,8 @@ class Step:
     bank: int
     layout: Layout
     alignment: int
-    where: torch.Tensor
-    sends_to: torch.Tensor  # [T, min(K, R)] for COMPACT: each place once, by the highest slot; else `where` itself
+    sends_to: torch.Tensor  # [T, K] where each slot's row is; COMPACT [T, min(K, R)]: each place once, by highest slot
+    owners: torch.Tensor | None  # [T, K], COMPACT: the rank that serves each slot, -1 = none
     counts: torch.Tensor  # what of the following is filled in by this step, in one piece
     expert_counts: torch.Tensor
     padded_counts: torch.Tensor
@@ -290,10 +290,9 @@ class DeviceState:
     ) -> Step:
         """The tensors that one dispatch fills."""
         num_local, ranks, num_tokens = self.num_local_experts, self.num_ranks, topk_idx.shape[0]
-        where = self.empty(torch.int64, num_tokens, self.num_topk)
-        sends_to = where
-        if layout is Layout.COMPACT:
-            sends_to = self.empty(torch.int64, num_tokens, min(ranks, self.num_topk))
+        compact = layout is Layout.COMPACT
+        sends_to = self.empty(torch.int64, num_tokens, min(ranks, self.num_topk) if compact else self.num_topk)
+        owners = self.empty(torch.int32, num_tokens, self.num_topk) if compact else None
         counts = self.empty(torch.int32, self.num_counts)
         expert_counts, padded, offsets, rank_counts, num_rows, void, refused, sent = torch.split_with_sizes(
             counts, (num_local, num_local, num_local + 1, ranks, 1, 1, 1, ranks)
@@ -301,6 +300,6 @@ class DeviceState:
         if layout is Layout.EXPERT_SLOTS:
             padded, offsets = self.slot_rooms, self.slot_offsets
         return Step(
-            bank, layout, alignment, where, sends_to, counts, expert_counts, padded, offsets, rank_counts,
+            bank, layout, alignment, sends_to, owners, counts, expert_counts, padded, offsets, rank_counts,
             num_rows, void, refused, sent, topk_idx, topk_weights,
         )  # fmt: skip

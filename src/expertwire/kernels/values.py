@@ -2,7 +2,7 @@
 
 EXPERT_* has one value a row, that of its (token, slot). COMPACT has K values a row, one for each slot of its token: 0
 for slots that the row does not serve. WIDTH is how many. They lie in memory of their own, `value_bases` [R] int64 being
-its address on every rank; `where` [T, K] is that of the plan.
+its address on every rank; `where` [T, K] says where each slot's row is.
 
 Orders: `send_values` are plain stores that the rows' own signal, of a later launch, vouches for. `combine_values` is a
 combine by itself, after a `combine_send` of its own: when the launch is over all peers have read what is here.
