@@ -113,6 +113,7 @@ SUITES: dict[str, list[Case]] = {
         replace(DECODE, layout="expert_slots"),
         replace(DECODE, routing="skewed"),
         replace(DECODE, tokens=0, name="empty"),
+        replace(PREFILL, tokens=0, name="empty"),
     ],
     "scaling": [
         *(replace(PREFILL, tokens=4**n, hidden=1024, name="rows") for n in range(9)),
