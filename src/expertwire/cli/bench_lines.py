@@ -89,7 +89,7 @@ class Mpi:
         received = self.memory.empty(name, sum(receives), rows)
         width = rows.shape[1] * rows.element_size()
         messages = [
-            [t.view(torch.uint8).numpy(), (np.array(split) * width, _starts(split) * width), MPI.BYTE]
+            [t.reshape(-1).view(torch.uint8).numpy(), (np.array(split) * width, _starts(split) * width), MPI.BYTE]
             for t, split in ((rows, sends), (received, receives))
         ]
         self._communicator.Alltoallv(*messages)
