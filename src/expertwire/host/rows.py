@@ -345,6 +345,36 @@ def _add_four_bf16(total, rows, weights):
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
+def _add_eight_bf16(total, rows, weights):
+    """As `_add_four_bf16`."""
+    for h in range(total.size):
+        found = total[h]
+        found += weights[0] * bits_float(np.uint32(rows[0][h]) << np.uint32(16))
+        found += weights[1] * bits_float(np.uint32(rows[1][h]) << np.uint32(16))
+        found += weights[2] * bits_float(np.uint32(rows[2][h]) << np.uint32(16))
+        found += weights[3] * bits_float(np.uint32(rows[3][h]) << np.uint32(16))
+        found += weights[4] * bits_float(np.uint32(rows[4][h]) << np.uint32(16))
+        found += weights[5] * bits_float(np.uint32(rows[5][h]) << np.uint32(16))
+        found += weights[6] * bits_float(np.uint32(rows[6][h]) << np.uint32(16))
+        found += weights[7] * bits_float(np.uint32(rows[7][h]) << np.uint32(16))
+        total[h] = found
+
+
+@njit(nogil=True, inline="always")
+def _four(operands, weights, slots, weighted, offset, width):
+    """Four rows of `width` from byte `offset` on, and their weights."""
+    a, b, c, d = slots[0], slots[1], slots[2], slots[3]
+    rows = (
+        view(operands[a] + offset, width, np.uint16),
+        view(operands[b] + offset, width, np.uint16),
+        view(operands[c] + offset, width, np.uint16),
+        view(operands[d] + offset, width, np.uint16),
+    )
+    one = np.float32(1)
+    return rows, (weights[a], weights[b], weights[c], weights[d]) if weighted else (one, one, one, one)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
 def _add_float32(total, row, weight, weighted):
     for h in range(row.size):
         total[h] += weight * row[h] if weighted else row[h]
@@ -383,7 +413,6 @@ def reduce_rows(operands, is_float32, weights, weighted, biases, out, hidden, st
     total = np.empty(_BLOCK, np.float32)
     rounded = np.empty(_BLOCK, np.uint16)
     slots = np.empty(operands.shape[1], np.int64)
-    ones = (np.float32(1), np.float32(1), np.float32(1), np.float32(1))
     for i in range(operands.shape[0]):
         begin = 2 * hidden * i
         count = 0
@@ -404,16 +433,14 @@ def reduce_rows(operands, is_float32, weights, weighted, biases, out, hidden, st
                 at = 0
                 if not is_float32:
                     while at + 4 <= count:
-                        a, b, c, d = slots[at], slots[at + 1], slots[at + 2], slots[at + 3]
-                        rows = (
-                            view(operands[i, a] + 2 * first, width, np.uint16),
-                            view(operands[i, b] + 2 * first, width, np.uint16),
-                            view(operands[i, c] + 2 * first, width, np.uint16),
-                            view(operands[i, d] + 2 * first, width, np.uint16),
-                        )
-                        shares = (weights[i, a], weights[i, b], weights[i, c], weights[i, d]) if weighted else ones
-                        _add_four_bf16(total[:width], rows, shares)
+                        rows, shares = _four(operands[i], weights[i], slots[at:], weighted, 2 * first, width)
                         at += 4
+                        if at + 4 <= count:
+                            more = _four(operands[i], weights[i], slots[at:], weighted, 2 * first, width)
+                            _add_eight_bf16(total[:width], rows + more[0], shares + more[1])
+                            at += 4
+                        else:
+                            _add_four_bf16(total[:width], rows, shares)
                 for k in slots[at:count]:
                     address = operands[i, k]
                     if is_float32:
