@@ -1,7 +1,7 @@
 """A rank's window: the memory that peers write into. The same object describes it on every rank and in every engine.
 
     words      [bank][purpose][writer]        8-byte signal words, one cache line each
-    dispatch   [bank][writer]                 header, then `capacity` dispatch records
+    dispatch   [bank][writer]                 header, the routing of `capacity` rows side by side, the rows
     combine    [bank]                         one header per writer, then [capacity][num_topk] combine records, shared
                                               by all writers, or, with `writers_apart`, [writer][capacity][num_topk]
 
