@@ -254,16 +254,18 @@ class DeviceDispatcher:
 
         Of a zero-copy dispatch they are gone with the rows; otherwise they are made now, or could be.
         """
-        meta = places.meta(step.bank)[:num_rows]
-        if owned:
-            meta = meta.clone()
-        fields: dict[str, Callable[[], Any]] = dict.fromkeys(("topk_idx", "topk_weights", "row_source"), lambda: None)
+        kept = places.meta(step.bank)[:num_rows].clone() if owned else None
+
+        def meta() -> torch.Tensor:
+            return places.meta(step.bank)[:num_rows] if kept is None else kept
+
+        fields: dict[str, Callable[[], Any]] = dict.fromkeys(("topk_idx", "topk_weights", "row_source"), _nothing)
         if step.layout is Layout.COMPACT:
-            fields["topk_idx"] = lambda: self._compact_ids(step, meta)
+            fields["topk_idx"] = lambda: self._compact_ids(step, meta())
             if step.topk_weights is not None:
-                fields["topk_weights"] = lambda: self._compact_weights(step, meta)
+                fields["topk_weights"] = lambda: self._compact_weights(step, meta())
         else:
-            fields["row_source"] = lambda: self._row_source(step, meta)
+            fields["row_source"] = lambda: self._row_source(step, meta())
         return fields
 
     def _compact_ids(self, step: Step, meta: torch.Tensor) -> torch.Tensor:
@@ -285,6 +287,10 @@ class DeviceDispatcher:
         if step.layout is Layout.EXPERT_SLOTS:
             return found.view(num_groups, self._engine.num_ranks * self._engine.capacity, 3)
         return found
+
+
+def _nothing() -> None:
+    """A field that this layout has not."""
 
 
 def rehearse(device: torch.device) -> None:

@@ -26,7 +26,7 @@ from expertwire.kernels.values import combine_values, send_values  # noqa: E402
 HOPPER, BLACKWELL, CDNA3 = GPUTarget("cuda", 90, 32), GPUTarget("cuda", 100, 32), GPUTarget("hip", "gfx942", 64)
 WORDS = {"x": "*bf16", "y": "*bf16", "out": "*bf16", "topk_weights": "*fp32", "tickets": "*i32", "home": "*i32"}
 WORDS |= dict.fromkeys(["owners"], "*i32")
-WORDS |= dict.fromkeys(["keys", "block_counts", "first_rows", "totals", "scratch", "own_experts", "by_owner"], "*i32")
+WORDS |= dict.fromkeys(["keys", "block_counts", "first_rows", "totals", "scratch", "by_owner"], "*i32")
 WORDS |= dict.fromkeys(
     ["expert_counts", "padded_counts", "offsets", "rank_counts", "owner_start", "void", "refused", "sent"], "*i32"
 )

@@ -35,8 +35,8 @@ def combine_values(engine: DeviceEngine, memory: Places, step: Step, out: torch.
     engine.combine_ready(memory.payload(step.bank), memory, step, again=True)
     engine.launch(
         values.combine_values, max(1, ceil_div(size, ENTRIES)),
-        memory.bases[step.bank], engine.rows_of_slots(step), out, step.refused, bank.words, bank.epochs[1:],
-        bank.tickets[1:], engine.state.status, size, engine.rank, engine.spin_limit,
+        memory.bases[step.bank], engine.rows_of_slots(step), out, step.refused, bank.words, bank.combine_epoch,
+        bank.combine_ticket, engine.state.status, size, engine.rank, engine.spin_limit,
         R=engine.num_ranks, RANKS=pow2(engine.num_ranks), K=engine.num_topk, WIDTH=width_of(engine, step.layout),
         ENTRIES=ENTRIES, num_warps=4,
     )  # fmt: skip

@@ -115,7 +115,7 @@ class DeviceEngine:
             plan_count, num_blocks,
             step.topk_idx, keys, step.owners, block_counts, state.scratch("totals", torch.int32, width), first_rows,
             step.expert_counts, step.padded_counts, step.offsets, step.rank_counts, step.sent, state.tally,
-            bank.words, bank.counts, state.home, state.by_owner, state.owner_start, bank.epochs, bank.tickets,
+            bank.words, bank.counts, state.home, state.by_owner, state.owner_start, bank.epoch, bank.ticket,
             state.status,
             self.rank, num_tokens, num_blocks, self.num_ranks * self.capacity, step.alignment,
             state.first_own, state.num_local_experts, self.spin_limit,
@@ -158,7 +158,7 @@ class DeviceEngine:
         self.launch(
             address_rows, max(1, ceil_div(count, 4096)),
             step.sends_to, places.bases[step.bank], addresses, step.sent, step.rank_counts, self.state.tally,
-            bank.words, bank.epochs, bank.tickets, self.state.status, count, self.rank, self.spin_limit,
+            bank.words, bank.epoch, bank.ticket, self.state.status, count, self.rank, self.spin_limit,
             R=self.num_ranks, RANKS=self._ranks, PLACES=4096, payload_bytes=places.rows.payload_bytes, num_warps=8,
         )  # fmt: skip
         return Plan(addresses)
@@ -180,8 +180,8 @@ class DeviceEngine:
                 dispatch_send, min(max(1, ceil_div(num_tokens, tile.rows)), blocks),
                 x, sf, plan.keys, plan.block_counts, plan.first_rows,
                 self.state.home if plan.keys is not None else None,
-                plan.addresses, step.sends_to, step.void, places.bases[step.bank], bank.words, bank.epochs,
-                bank.tickets,
+                plan.addresses, step.sends_to, step.void, places.bases[step.bank], bank.words, bank.epoch,
+                bank.ticket,
                 self.state.status, self.rank, num_tokens, places.region.sf, places.region.meta, self.spin_limit,
                 R=self.num_ranks, RANKS=self._ranks, E=self.num_experts, SLOTS=self._slots, TOKENS=plan.tokens,
                 KEYS=pow2(plan.tokens * self.num_topk), PLACE=plan.keys is not None,
@@ -196,7 +196,7 @@ class DeviceEngine:
         if self.num_ranks > 1:
             bank = self.state.banks[step.bank]
             self.launch(
-                await_rows, 1, bank.words, step.void, bank.epochs, self.state.status, self.rank, self.spin_limit,
+                await_rows, 1, bank.words, step.void, bank.epoch, self.state.status, self.rank, self.spin_limit,
                 R=self.num_ranks, RANKS=self._ranks, num_warps=1,
             )  # fmt: skip
 
@@ -208,8 +208,8 @@ class DeviceEngine:
     def give_back(self, bank: int) -> None:
         """The bank's rows have been read: peers may write there again."""
         if self.num_ranks > 1:
-            words, epochs = self.state.banks[bank].words, self.state.banks[bank].epochs
-            self.launch(give_back, 1, words, epochs, self.rank, R=self.num_ranks, RANKS=self._ranks, num_warps=1)
+            words, epoch = self.state.banks[bank].words, self.state.banks[bank].epoch
+            self.launch(give_back, 1, words, epoch, self.rank, R=self.num_ranks, RANKS=self._ranks, num_warps=1)
 
     def copy_rows(
         self, source: torch.Tensor, out: torch.Tensor, counts: torch.Tensor, offsets: torch.Tensor, group_rows: int
@@ -238,7 +238,7 @@ class DeviceEngine:
             bank = self.state.banks[step.bank]
             self.launch(
                 combine_send, 1, y, bank.sources if inputs is None else inputs.bases[step.bank],
-                step.refused if again else step.void, None if again else step.refused, bank.words, bank.epochs[1:],
+                step.refused if again else step.void, None if again else step.refused, bank.words, bank.combine_epoch,
                 self.state.status, self.rank, self.spin_limit,
                 R=self.num_ranks, RANKS=self._ranks, EXCHANGE=inputs is None, PUBLISH=publish, RECEIVE=receive,
                 num_warps=1,
@@ -261,7 +261,7 @@ class DeviceEngine:
                 combine_gather, min(units, self.num_sms) if self.strict_sms else units,
                 y, bank.sources if inputs is None else inputs.bases[step.bank],
                 sends, step.topk_weights if weighted else None, *two, out,
-                step.void, step.refused, bank.words, bank.epochs[1:], bank.tickets[1:], bank.epochs,
+                step.void, step.refused, bank.words, bank.combine_epoch, bank.combine_ticket, bank.epoch,
                 self.state.status, self.rank, num_tokens, self.spin_limit,
                 R=self.num_ranks, RANKS=self._ranks, SENDS=sends.shape[1], ROWS=tile.rows, COLUMNS=tile.columns,
                 PARTS=parts, hidden=self.hidden, WEIGHTED=weighted, NUM_BIASES=len(biases),
@@ -274,10 +274,12 @@ class DeviceEngine:
     def refuse(self, lane: str, bank: int) -> None:
         """Declare the next step of a lane ("dispatch", "combine") in this bank void."""
         if self.num_ranks > 1:
-            kernel, first = (refuse_dispatch, 0) if lane == "dispatch" else (refuse_combine, 1)
-            words, epochs = self.state.banks[bank].words, self.state.banks[bank].epochs[first:]
+            found = self.state.banks[bank]
+            kernel, epoch = (
+                (refuse_dispatch, found.epoch) if lane == "dispatch" else (refuse_combine, found.combine_epoch)
+            )
             self.launch(
-                kernel, 1, words, epochs, self.state.status, self.rank, self.spin_limit,
+                kernel, 1, found.words, epoch, self.state.status, self.rank, self.spin_limit,
                 R=self.num_ranks, RANKS=self._ranks, num_warps=1,
             )  # fmt: skip
 

@@ -32,16 +32,11 @@ class Launcher:
             if not self.compiling:
                 kernel[(grid,)](*args, **options)
             return
-        values: list[Any] = []
-        kinds: list[object] = []
-        for arg in args:
-            if isinstance(arg, torch.Tensor):
-                address = arg.data_ptr()
-                values.append(address)
-                kinds.append((arg.dtype, address % 16))
-            else:
-                values.append(arg)
-                kinds.append(arg if arg is None else arg >> 31)
+        values = [arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in args]
+        kinds = [
+            (arg.dtype, value % 16) if isinstance(arg, torch.Tensor) else None if arg is None else arg >> 31
+            for arg, value in zip(args, values, strict=True)
+        ]
         key = (kernel.fn, *kinds, *options.values())
         found = self._ready.get(key)
         if found is None:

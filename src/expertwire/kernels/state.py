@@ -81,8 +81,10 @@ class Bank:
     words: torch.Tensor  # [R + 1]: the last is the address of this bank's `refusals`
     counts: torch.Tensor
     sources: torch.Tensor
-    epochs: torch.Tensor  # int64 [2]: dispatch, combine
-    tickets: torch.Tensor  # int32 [2]
+    epoch: torch.Tensor  # int64 [1], of dispatches
+    ticket: torch.Tensor  # int32 [1]
+    combine_epoch: torch.Tensor
+    combine_ticket: torch.Tensor
 
 
 class Places:
@@ -156,14 +158,15 @@ class DeviceState:
                 self.int64([a + self.window.words(bank) for a in addresses] + [self.refusals[bank].data_ptr()]),
                 self.int64([a + self.window.counts(bank) for a in addresses]),
                 self.int64([a + self.window.sources(bank) for a in addresses]),
-                self.int64([0, 0]),
-                self.int32([0, 0]),
+                self.int64([0]),
+                self.int32([0]),
+                self.int64([0]),
+                self.int32([0]),
             )
             for bank in range(num_banks)
         ]
         owners, local = placement.expert_ranks, placement.local_ids()
         self.home = self.int32([r << 16 | i for r, i in zip(owners, local, strict=True)])
-        self.own_experts = self.int32(list(placement.local_experts(self.rank)) or [0])
         by_owner = sorted(range(self.num_experts), key=lambda e: (owners[e], local[e]))
         start = {owners[e]: position for position, e in reversed(list(enumerate(by_owner)))}
         self.by_owner = self.int32(by_owner)
