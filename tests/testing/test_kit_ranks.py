@@ -152,10 +152,12 @@ def test_run_processes_leaves_nothing():
     assert is_gone(pid)
 
 
-def test_processes_end_when_their_parent_is_killed():
+def test_processes_end_when_their_parent_is_killed(tmp_path):
     script = "import test_kit_ranks as t; t.Processes(1).run(t.announce_and_hang)"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)}
     with subprocess.Popen([sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE) as parent:
         process = os.pidfd_open(int(parent.stdout.readline()))
+        assert list(tmp_path.glob("expertwire-ranks-*"))
         parent.kill()
     wait_for_end(process)
+    assert not list(tmp_path.glob("expertwire-ranks-*"))

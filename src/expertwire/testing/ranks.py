@@ -10,6 +10,7 @@ import io
 import multiprocessing
 import multiprocessing.resource_tracker
 import os
+import shutil
 import signal
 import tempfile
 import threading
@@ -242,7 +243,7 @@ def _serve(pipe: Connection, rank: int, max_ranks: int, store_path: str) -> None
 
 
 def _serve_calls(pipe: Connection, rank: int, max_ranks: int, store_path: str) -> None:
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(os.path.dirname(store_path),), daemon=True).start()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     try:
@@ -267,10 +268,12 @@ def _serve_calls(pipe: Connection, rank: int, max_ranks: int, store_path: str) -
         pipe.send_bytes(_answer(rank, value, failure))
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(folder: str) -> None:
+    """The parent removes its folder, unless it was killed."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
 
