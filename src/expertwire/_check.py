@@ -75,53 +75,40 @@ def _fits(shape: torch.Size, dims: tuple[int | None, ...]) -> bool:
 def tensor(
     rank: int,
     name: str,
-    value: object,
+    value: Any,
     dtypes: tuple[torch.dtype, ...] | None,
     dims: tuple[int | None, ...],
     meaning: str,
     device: str = "cpu",
 ) -> torch.Tensor:
     """A contiguous tensor on `device`, of one of `dtypes` (None: any) and of shape `dims` (None: any size)."""
-    if (
-        isinstance(value, torch.Tensor)
-        and (dtypes is None or value.dtype in dtypes)
-        and _is_on(value, device)
-        and value.layout is torch.strided
-        and _fits(value.shape, dims)
-        and value.is_contiguous()
-    ):
-        return value
-    raise InvalidArgument(_wrong(rank, name, value, dtypes, dims, meaning, device))
+    problem = _problem(name, value, dtypes, dims, meaning, device)
+    if problem is not None:
+        raise InvalidArgument(f"rank {rank}: {name} must {problem}")
+    found: torch.Tensor = value
+    return found
 
 
-def _is_on(value: torch.Tensor, device: str) -> bool:
-    wanted, seen = _device(device), value.device
-    return seen == wanted or (wanted.index is None and seen.type == wanted.type)
-
-
-def _wrong(
-    rank: int,
-    name: str,
-    value: object,
-    dtypes: tuple[torch.dtype, ...] | None,
-    dims: tuple[int | None, ...],
-    meaning: str,
+def _problem(
+    name: str, value: Any, dtypes: tuple[torch.dtype, ...] | None, dims: tuple[int | None, ...], meaning: str,
     device: str,
-) -> str:
-    """The first rule that an argument of `tensor` breaks."""
-    where = f"rank {rank}: {name}"
+) -> str | None:  # fmt: skip
+    """The first rule that an argument of `tensor` breaks; no text is made where there is none."""
     if not isinstance(value, torch.Tensor):
-        return f"{where} must be a tensor {meaning}, got {type(value).__name__}"
+        return f"be a tensor {meaning}, got {type(value).__name__}"
     if dtypes is not None and value.dtype not in dtypes:
         names = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
-        return f"{where} must have dtype {names}, got {str(value.dtype).removeprefix('torch.')}"
-    if not _is_on(value, device):
-        return f"{where} must be on the buffer's device {device!r}, got {str(value.device)!r}"
+        return f"have dtype {names}, got {str(value.dtype).removeprefix('torch.')}"
+    wanted, seen = _device(device), value.device
+    if seen != wanted and (wanted.index is not None or seen.type != wanted.type):
+        return f"be on the buffer's device {device!r}, got {str(seen)!r}"
     if value.layout is not torch.strided:
-        return f"{where} must be a dense tensor, got {value.layout}"
+        return f"be a dense tensor, got {value.layout}"
     if not _fits(value.shape, dims):
-        return f"{where} must have shape {meaning}, got {list(value.shape)}"
-    return f"{where} must be contiguous, got strides {value.stride()}; pass {name}.contiguous()"
+        return f"have shape {meaning}, got {list(value.shape)}"
+    if not value.is_contiguous():
+        return f"be contiguous, got strides {value.stride()}; pass {name}.contiguous()"
+    return None
 
 
 def tokens(rank: int, name: str, num_tokens: int, capacity: int) -> None:
@@ -137,8 +124,7 @@ def dispatch_options(rank: int, layout: object, expert_alignment: object, counts
         choice(f"rank {rank}: layout", layout, tuple(Layout))
     if counts not in ("host", "device"):
         choice(f"rank {rank}: counts", counts, ("host", "device"))
-    if type(expert_alignment) is not int or not 1 <= expert_alignment <= 1 << 20:
-        integer(f"rank {rank}: expert_alignment", expert_alignment, 1, 1 << 20)
+    integer(f"rank {rank}: expert_alignment", expert_alignment, 1, 1 << 20)
     if wire is not None and not isinstance(wire, (BF16, FP8Block)):
         raise InvalidArgument(f"rank {rank}: wire must be None, ew.BF16() or ew.FP8Block(...), got {wire!r}")
 

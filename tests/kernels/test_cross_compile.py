@@ -25,10 +25,10 @@ from expertwire.kernels.values import combine_values, send_values  # noqa: E402
 
 HOPPER, BLACKWELL, CDNA3 = GPUTarget("cuda", 90, 32), GPUTarget("cuda", 100, 32), GPUTarget("hip", "gfx942", 64)
 WORDS = {"x": "*bf16", "y": "*bf16", "out": "*bf16", "topk_weights": "*fp32", "tickets": "*i32", "home": "*i32"}
-WORDS |= dict.fromkeys(["owners"], "*i32")
 WORDS |= dict.fromkeys(["keys", "block_counts", "first_rows", "totals", "scratch", "by_owner"], "*i32")
 WORDS |= dict.fromkeys(
-    ["expert_counts", "padded_counts", "offsets", "rank_counts", "owner_start", "void", "refused", "sent"], "*i32"
+    ["expert_counts", "padded_counts", "offsets", "rank_counts", "owner_start", "owners", "void", "refused", "sent"],
+    "*i32",
 )
 WORDS |= dict.fromkeys(["arrived"], "*bf16") | dict.fromkeys(["values", "weights", "dots"], "*fp32")
 WORDS |= {"counts": "*i32", "rows": "*i16", "payload": "*i16", "sf": "*i16"}

@@ -332,32 +332,26 @@ def _add_weighted_bf16(total, row, weight):
         total[h] += weight * bits_float(np.uint32(row[h]) << np.uint32(16))
 
 
+@njit(nogil=True, inline="always")
+def _plus_four(found, rows, weights, h):
+    """Four weighted values, added one after the other. A weight of 1 changes no bit."""
+    found += weights[0] * bits_float(np.uint32(rows[0][h]) << np.uint32(16))
+    found += weights[1] * bits_float(np.uint32(rows[1][h]) << np.uint32(16))
+    found += weights[2] * bits_float(np.uint32(rows[2][h]) << np.uint32(16))
+    found += weights[3] * bits_float(np.uint32(rows[3][h]) << np.uint32(16))
+    return found
+
+
 @njit(nogil=True, cache=True, error_model="numpy")
 def _add_four_bf16(total, rows, weights):
-    """Four weighted rows in one pass, added one after the other. A weight of 1 changes no bit."""
     for h in range(total.size):
-        found = total[h]
-        found += weights[0] * bits_float(np.uint32(rows[0][h]) << np.uint32(16))
-        found += weights[1] * bits_float(np.uint32(rows[1][h]) << np.uint32(16))
-        found += weights[2] * bits_float(np.uint32(rows[2][h]) << np.uint32(16))
-        found += weights[3] * bits_float(np.uint32(rows[3][h]) << np.uint32(16))
-        total[h] = found
+        total[h] = _plus_four(total[h], rows, weights, h)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _add_eight_bf16(total, rows, weights):
-    """As `_add_four_bf16`."""
+def _add_eight_bf16(total, rows, weights, more, shares):
     for h in range(total.size):
-        found = total[h]
-        found += weights[0] * bits_float(np.uint32(rows[0][h]) << np.uint32(16))
-        found += weights[1] * bits_float(np.uint32(rows[1][h]) << np.uint32(16))
-        found += weights[2] * bits_float(np.uint32(rows[2][h]) << np.uint32(16))
-        found += weights[3] * bits_float(np.uint32(rows[3][h]) << np.uint32(16))
-        found += weights[4] * bits_float(np.uint32(rows[4][h]) << np.uint32(16))
-        found += weights[5] * bits_float(np.uint32(rows[5][h]) << np.uint32(16))
-        found += weights[6] * bits_float(np.uint32(rows[6][h]) << np.uint32(16))
-        found += weights[7] * bits_float(np.uint32(rows[7][h]) << np.uint32(16))
-        total[h] = found
+        total[h] = _plus_four(_plus_four(total[h], rows, weights, h), more, shares, h)
 
 
 @njit(nogil=True, inline="always")
@@ -436,8 +430,8 @@ def reduce_rows(operands, is_float32, weights, weighted, biases, out, hidden, st
                         rows, shares = _four(operands[i], weights[i], slots[at:], weighted, 2 * first, width)
                         at += 4
                         if at + 4 <= count:
-                            more = _four(operands[i], weights[i], slots[at:], weighted, 2 * first, width)
-                            _add_eight_bf16(total[:width], rows + more[0], shares + more[1])
+                            more, others = _four(operands[i], weights[i], slots[at:], weighted, 2 * first, width)
+                            _add_eight_bf16(total[:width], rows, shares, more, others)
                             at += 4
                         else:
                             _add_four_bf16(total[:width], rows, shares)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -133,7 +133,6 @@ class Step:
     sent: torch.Tensor  # [R]: rows sent to each rank
     topk_idx: torch.Tensor
     topk_weights: torch.Tensor | None
-    kept: list[Any] = field(default_factory=list)
 
 
 class DeviceState:
