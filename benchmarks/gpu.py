@@ -28,7 +28,7 @@ import expertwire as ew
 from expertwire import reference
 from expertwire.cli.bench_report import commit
 from expertwire.formats import FP8Block
-from expertwire.kernels.dispatch_recv import spin
+from expertwire.kernels.dispatch_recv import await_rows
 from expertwire.testing import first_mismatch, payload, random_rows, random_weights, round_robin, uniform_routing
 from expertwire.testing.gpu_timing import eager, kernel_times, median, replay
 from expertwire.testing.gpu_timing import host as host_time
@@ -322,7 +322,8 @@ def prefill():
 def waiting(seconds=0.5):
     """Why no kernel waits in many blocks: they keep away from every SM whatever needs most of its shared memory."""
     engine = Ranks(Shape(2, 128, 256, hidden=1024), num_banks=1).engines[0]
-    looks, streams = int(seconds * engine.spins_per_second()), [torch.cuda.Stream() for _ in range(2)]
+    words, streams = engine.state.banks[0].words, [torch.cuda.Stream() for _ in range(2)]
+    never, void = engine.state.int64([1 << 30]), engine.state.int32([0])
     a = torch.randn(4096, 4096, device="cuda").bfloat16()
     a @ a
     for blocks in (1, 66, 131, 132, 264, 528):
@@ -330,7 +331,7 @@ def waiting(seconds=0.5):
         torch.cuda.synchronize()
         with torch.cuda.stream(streams[0]):
             engine.launch(
-                spin, blocks, engine.state.banks[0].words, records[4:], looks, R=2, RANKS=2, num_warps=4
+                await_rows, blocks, words, void, never, records[4:], 0, int(1e6 * seconds), R=2, RANKS=2, num_warps=4
             )  # fmt: skip
         time.sleep(0.05)
         began = time.perf_counter()

@@ -46,7 +46,7 @@ def measure(group, tokens, num_sms, check):
         num_topk=TOPK,
         num_banks=1,
         num_sms=num_sms,
-        spin_limit=1 << 22,
+        timeout_us=10_000_000,
         strict_sms=True,
     )
     xs = (

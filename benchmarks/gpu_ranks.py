@@ -14,7 +14,7 @@ from expertwire.testing import random_rows, random_weights, uniform_routing
 from expertwire.topology import Placement
 from expertwire.transports.device import InprocDevice
 
-SPIN_LIMIT = 1 << 21  # a second or so
+TIMEOUT_US = 1_000_000
 WIRES = {"bf16": BF16(), "fp8": FP8Block(), "ue8m0": FP8Block(scale="ue8m0")}
 
 
@@ -47,7 +47,7 @@ class Ranks:
                 num_topk=shape.num_topk,
                 num_banks=num_banks,
                 num_sms=self.num_sms,
-                spin_limit=SPIN_LIMIT,
+                timeout_us=TIMEOUT_US,
                 strict_sms=shape.num_sms > 0,
             )
         )

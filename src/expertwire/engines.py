@@ -90,7 +90,7 @@ def device_runtime(
     seat = seats[group.rank]
     beside = sum(other.uuid == seat.uuid for other in seats)  # ranks that share this GPU
     engine = DeviceEngine(
-        memory, placement, capacity=capacity, hidden=hidden, num_topk=num_topk, num_banks=num_banks, spin_limit=1,
+        memory, placement, capacity=capacity, hidden=hidden, num_topk=num_topk, num_banks=num_banks, timeout_us=1,
         num_sms=num_sms or max(1, seat.num_sms // beside), strict_sms=num_sms is not None,
     )  # fmt: skip
     sharing = len({other.uuid for other in seats}) < len(seats)

@@ -146,7 +146,7 @@ def run(group, case):
         num_topk=case.num_topk,
         num_banks=2,
         num_sms=1 if case.strict else 3,
-        spin_limit=1 << 16,
+        timeout_us=60_000_000,
         strict_sms=case.strict,
     )
     places = engine.state.places(case.layout, Rows.of_wire(wire, case.hidden), case.alignment)

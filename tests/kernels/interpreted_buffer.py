@@ -22,7 +22,7 @@ def interpreted_buffer(group, placement=None):
     memory = SharedFiles(group)
     placement = placement or Placement.contiguous(EXPERTS, memory.num_ranks)
     engine = DeviceEngine(
-        memory, placement, capacity=CAPACITY, hidden=HIDDEN, num_topk=TOPK, num_banks=2, num_sms=4, spin_limit=1
+        memory, placement, capacity=CAPACITY, hidden=HIDDEN, num_topk=TOPK, num_banks=2, num_sms=4, timeout_us=1
     )
     meeting = Meeting(Shm(bootstrap(group), MEETING_BYTES, MEETING_BYTES)) if memory.num_ranks > 1 else None
     buf = object.__new__(Buffer)
@@ -31,6 +31,6 @@ def interpreted_buffer(group, placement=None):
         num_experts=EXPERTS, hidden=HIDDEN, num_topk=TOPK, num_max_tokens_per_rank=CAPACITY, max_in_flight=2,
         device="cpu", transport="files", on_timeout="raise", placement=placement,
     )  # fmt: skip
-    buf._use(DeviceRuntime(engine, memory, 60.0, 1e4, meeting=meeting), validate=True)
+    buf._use(DeviceRuntime(engine, memory, 60.0, meeting=meeting), validate=True)
     buf.combine_input = buf._combine.inputs  # refused where device is "cpu"
     return buf

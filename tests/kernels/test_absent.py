@@ -31,7 +31,7 @@ def rank_work(group, layout, call):
     memory = SharedFiles(group)
     engine = DeviceEngine(
         memory, Placement.contiguous(4, 2), capacity=TOKENS, hidden=HIDDEN, num_topk=2, num_banks=1, num_sms=3,
-        spin_limit=1 << 16,
+        timeout_us=60_000_000,
     )  # fmt: skip
     places, inputs = engine.state.places(layout, Rows.of_wire(BF16(), HIDDEN)), engine.state.inputs(layout)
     x, out = random_rows(memory.rank, TOKENS, HIDDEN), torch.full((TOKENS, HIDDEN), 7.0).bfloat16()
@@ -52,7 +52,7 @@ def rank_work(group, layout, call):
     places.payload(0).fill_(0xEE)
     out.fill_(7.0)
     if memory.rank == 0:
-        engine.spin_limit, x = 20, -x
+        engine.timeout_us, x = 20, -x
         if call == "combine":
             engine.combine(y, inputs, step, out, weighted=False)
         elif call == "dispatch":
@@ -62,7 +62,8 @@ def rank_work(group, layout, call):
             dispatch(step, engine.repeat_plan(step, places))
     memory.all_gather(None)
     untouched = bool((places.payload(0) == 0xEE).all()) and bool((out == 7.0).all())
-    return untouched, engine.state.status.view(-1, 4)[:, 0].tolist(), int(step.void), int(step.refused)
+    records = engine.state.status.view(-1, 4)
+    return untouched, records[:, 0].tolist(), records[:, 3].tolist(), int(step.void), int(step.refused)
 
 
 @pytest.mark.parametrize("layout", [Layout.COMPACT, Layout.EXPERT_SLOTS], ids=str)
@@ -70,9 +71,11 @@ def rank_work(group, layout, call):
     ("call", "phase"), [("combine", COMBINE_READY), ("dispatch", COUNTS), ("repeated dispatch", DISPATCH_DONE)]
 )
 def test_nothing_moves(processes, layout, call, phase):
-    (mine, phases, void, refused), (theirs, none, *_) = processes.run(rank_work, layout, call)
+    (mine, phases, waited, void, refused), (theirs, none, *_) = processes.run(rank_work, layout, call)
     assert mine
     assert theirs
     assert phases == [0, phase]
+    assert waited[0] == 0
+    assert 20_000 <= waited[1] < 10**10, "nanoseconds"
     assert none == [0, 0]
     assert (refused if call == "combine" else void) == 1

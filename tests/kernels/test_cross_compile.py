@@ -32,7 +32,7 @@ WORDS |= dict.fromkeys(
 )
 WORDS |= dict.fromkeys(["arrived"], "*bf16") | dict.fromkeys(["values", "weights", "dots"], "*fp32")
 WORDS |= {"counts": "*i32", "rows": "*i16", "payload": "*i16", "sf": "*i16"}
-NUMBERS = {"rank", "num_tokens", "num_blocks", "room", "L", "first_own", "alignment", "spin_limit", "sf_at", "meta_at"}
+NUMBERS = {"rank", "num_tokens", "num_blocks", "room", "L", "first_own", "alignment", "timeout_us", "sf_at", "meta_at"}
 NUMBERS |= {"num_rows", "num_values", "num_places", "num_slots"}
 SIZES = {"R": 8, "RANKS": 8, "E": 256, "hidden": 7168, "BLOCK": 128}
 SLOTS = SIZES | {"BINS": 512, "K": 8, "SLOTS": 8, "TOKENS": 128, "LINES": 64, "PARTS": 1, "UE8M0": False}

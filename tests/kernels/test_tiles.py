@@ -82,7 +82,7 @@ def test_a_kind_of_call_compiles_once_for_all_numbers_of_tokens(monkeypatch, lay
     )  # fmt: skip
     engine = DeviceEngine(
         memory, Placement.contiguous(EXPERTS, 2), capacity=CAPACITY, hidden=HIDDEN, num_topk=TOPK, num_banks=1,
-        num_sms=30, spin_limit=1, strict_sms=strict,
+        num_sms=30, timeout_us=1, strict_sms=strict,
     )  # fmt: skip
     places = [engine.state.places(layout, Rows.of_wire(wire, HIDDEN)) for wire in (BF16(), FP8Block())]
 

@@ -26,7 +26,7 @@ def routing_example(group):
     memory = SharedFiles(group)
     placement, slots = Placement.contiguous(4, 2), Layout.EXPERT_SLOTS
     engine = DeviceEngine(
-        memory, placement, capacity=4, hidden=16, num_topk=2, num_banks=2, num_sms=3, spin_limit=1 << 16
+        memory, placement, capacity=4, hidden=16, num_topk=2, num_banks=2, num_sms=3, timeout_us=60_000_000
     )
     rows = engine.state.places(slots, Rows.of_wire(BF16(), 16))
     ids = torch.tensor([[[0, -1], [0, -1], [0, -1]], [[0, 2], [1, 0], [-1, -1]]][memory.rank])
@@ -44,7 +44,7 @@ def slots_example(group):
 
     engine = DeviceEngine(
         SharedFiles(group), Placement.contiguous(2, 1), capacity=4, hidden=16, num_topk=2, num_banks=1, num_sms=3,
-        spin_limit=1,
+        timeout_us=1,
     )  # fmt: skip
     rows = engine.state.places(Layout.EXPERT_SLOTS, Rows.of_wire(BF16(), 16))
     rows.meta(0).fill_(-7)

@@ -36,7 +36,7 @@ def combine_values(engine: DeviceEngine, memory: Places, step: Step, out: torch.
     engine.launch(
         values.combine_values, max(1, ceil_div(size, ENTRIES)),
         memory.bases[step.bank], engine.rows_of_slots(step), out, step.refused, bank.words, bank.combine_epoch,
-        bank.combine_ticket, engine.state.status, size, engine.rank, engine.spin_limit,
+        bank.combine_ticket, engine.state.status, size, engine.rank, engine.timeout_us,
         R=engine.num_ranks, RANKS=pow2(engine.num_ranks), K=engine.num_topk, WIDTH=width_of(engine, step.layout),
         ENTRIES=ENTRIES, num_warps=4,
     )  # fmt: skip

@@ -22,10 +22,10 @@ from expertwire.kernels.profile import combine_gather_bytes
 from expertwire.kernels.routing import end_combine
 
 
-@triton.jit(do_not_specialize=["rank", "num_tokens", "spin_limit"], launch_metadata=combine_gather_bytes)
+@triton.jit(do_not_specialize=["rank", "num_tokens", "timeout_us"], launch_metadata=combine_gather_bytes)
 def combine_gather(
     y, source_bases, where, topk_weights, bias0, bias1, out, void, refused, word_bases, epochs, tickets,
-    dispatch_epochs, status, rank, num_tokens, spin_limit,
+    dispatch_epochs, status, rank, num_tokens, timeout_us,
     R: tl.constexpr, RANKS: tl.constexpr, SENDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     PARTS: tl.constexpr, hidden: tl.constexpr, WEIGHTED: tl.constexpr, NUM_BIASES: tl.constexpr, EXCHANGE: tl.constexpr,
     FINISH: tl.constexpr, BY_RANK: tl.constexpr,
@@ -58,5 +58,5 @@ def combine_gather(
             )  # fmt: skip
     if R > 1:
         end_combine(
-            word_bases, epochs, tickets, dispatch_epochs, void, rank, status, spin_limit, R, RANKS, FINISH
+            word_bases, epochs, tickets, dispatch_epochs, void, rank, status, timeout_us, R, RANKS, FINISH
         )  # fmt: skip

@@ -19,9 +19,9 @@ import triton.language as tl
 from expertwire.kernels.routing import COMBINE_READY, await_peers, signal
 
 
-@triton.jit(do_not_specialize=["rank", "spin_limit"])
+@triton.jit(do_not_specialize=["rank", "timeout_us"])
 def combine_send(
-    y, source_bases, void, refused, word_bases, epochs, status, rank, spin_limit,
+    y, source_bases, void, refused, word_bases, epochs, status, rank, timeout_us,
     R: tl.constexpr, RANKS: tl.constexpr, EXCHANGE: tl.constexpr, PUBLISH: tl.constexpr, RECEIVE: tl.constexpr,
 ):  # fmt: skip
     """One block. y: this rank's rows [rows, hidden]. PUBLISH: the send half; RECEIVE: wait for everybody's.
@@ -42,7 +42,7 @@ def combine_send(
                 tl.store(tables + rank, tl.zeros([RANKS], tl.int64) + y.to(tl.int64), mask=peers < R)
             signal(word_bases, COMBINE_READY, epoch, 0, rank, R, RANKS)
         if RECEIVE:
-            refusals = await_peers(word_bases, COMBINE_READY, epoch, rank, status, spin_limit, R, RANKS)
+            refusals = await_peers(word_bases, COMBINE_READY, epoch, rank, status, timeout_us, R, RANKS)
     if RECEIVE:
         if refused is not None:
             tl.store(refused, refusals)

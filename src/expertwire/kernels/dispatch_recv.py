@@ -17,10 +17,10 @@ import triton.language as tl
 from expertwire.kernels.routing import DONE, READY, await_peers, signal
 
 
-@triton.jit(do_not_specialize=["rank", "spin_limit"])
-def await_rows(word_bases, void, epochs, status, rank, spin_limit, R: tl.constexpr, RANKS: tl.constexpr):
+@triton.jit(do_not_specialize=["rank", "timeout_us"])
+def await_rows(word_bases, void, epochs, status, rank, timeout_us, R: tl.constexpr, RANKS: tl.constexpr):
     """One block: wait for the rows of the step that was sent last in this bank; `void` is how many ranks refused it."""
-    tl.store(void, await_peers(word_bases, READY, tl.load(epochs), rank, status, spin_limit, R, RANKS))
+    tl.store(void, await_peers(word_bases, READY, tl.load(epochs), rank, status, timeout_us, R, RANKS))
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -35,12 +35,6 @@ def export_values(values, out, size: tl.constexpr, SIZE: tl.constexpr):
     a peer may hold up the copies of that peer, where both are in one process."""
     at = tl.arange(0, SIZE)
     tl.store(out + at, tl.load(values + at, mask=at < size, other=0), mask=at < size)
-
-
-@triton.jit(do_not_specialize=["spin_limit"])
-def spin(word_bases, status, spin_limit, R: tl.constexpr, RANKS: tl.constexpr):
-    """Wait for an epoch that never comes, to learn how long a look takes."""
-    await_peers(word_bases, READY, 1 << 30, 0, status, spin_limit, R, RANKS)
 
 
 @triton.jit(do_not_specialize=["group_rows"])

@@ -49,11 +49,11 @@ def _copy_scales(
 
 
 @triton.jit(
-    do_not_specialize=["rank", "num_tokens", "sf_at", "meta_at", "spin_limit"], launch_metadata=dispatch_send_bytes
+    do_not_specialize=["rank", "num_tokens", "sf_at", "meta_at", "timeout_us"], launch_metadata=dispatch_send_bytes
 )
 def dispatch_send(
     x, sf_in, keys, block_counts, first_rows, home, addresses, sends_to, void, row_bases, word_bases, epochs, tickets,
-    status, rank, num_tokens, sf_at, meta_at, spin_limit,
+    status, rank, num_tokens, sf_at, meta_at, timeout_us,
     R: tl.constexpr, RANKS: tl.constexpr, E: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr,
     KEYS: tl.constexpr, PLACE: tl.constexpr, SENDS: tl.constexpr, ROWS: tl.constexpr, LINES: tl.constexpr,
     BLOCK: tl.constexpr, width: tl.constexpr, unit_bytes: tl.constexpr, sf_units: tl.constexpr,
@@ -122,4 +122,4 @@ def dispatch_send(
             tl.store(epochs, epoch)
             signal(word_bases, READY, epoch, 0, rank, R, RANKS)
             if RECEIVE:
-                tl.store(void, await_peers(word_bases, READY, epoch, rank, status, spin_limit, R, RANKS))
+                tl.store(void, await_peers(word_bases, READY, epoch, rank, status, timeout_us, R, RANKS))

@@ -19,7 +19,7 @@ import torch
 from expertwire._math import ceil_div
 from expertwire.kernels.combine_recv import combine_gather
 from expertwire.kernels.combine_send import combine_send
-from expertwire.kernels.dispatch_recv import await_rows, copy_rows, export_values, give_back, spin
+from expertwire.kernels.dispatch_recv import await_rows, copy_rows, export_values, give_back
 from expertwire.kernels.dispatch_send import dispatch_send
 from expertwire.kernels.dispatch_slots import dispatch_slots
 from expertwire.kernels.launch import Launcher
@@ -57,14 +57,14 @@ class DeviceEngine:
 
     def __init__(
         self, memory: DeviceMemory, placement: Placement, *, capacity: int, hidden: int, num_topk: int, num_banks: int,
-        num_sms: int, spin_limit: int, strict_sms: bool = False,
+        num_sms: int, timeout_us: int, strict_sms: bool = False,
     ) -> None:  # fmt: skip
         self.state = DeviceState(
             memory, placement, capacity=capacity, hidden=hidden, num_topk=num_topk, num_banks=num_banks
         )
         self.rank, self.num_ranks, self.num_experts = memory.rank, memory.num_ranks, placement.num_experts
         self.capacity, self.hidden, self.num_topk = capacity, hidden, num_topk
-        self.num_sms, self.strict_sms, self.spin_limit = num_sms, strict_sms, spin_limit
+        self.num_sms, self.strict_sms, self.timeout_us = num_sms, strict_sms, timeout_us
         self.launch = Launcher()
         # Left alone, the assembler spares registers for more warps, and has half as many rows in flight: 0.7 to 1 us.
         on_cuda = memory.device.type == "cuda" and torch.version.hip is None
@@ -118,7 +118,7 @@ class DeviceEngine:
             bank.words, bank.counts, state.home, state.by_owner, state.owner_start, bank.epoch, bank.ticket,
             state.status,
             self.rank, num_tokens, num_blocks, self.num_ranks * self.capacity, step.alignment,
-            state.first_own, state.num_local_experts, self.spin_limit,
+            state.first_own, state.num_local_experts, self.timeout_us,
             R=self.num_ranks, RANKS=self._ranks, E=self.num_experts, EXPERTS=experts,
             EXPERT_BINS=pow2(self.num_experts + 1), RANK_BINS=pow2(self.num_ranks + 1), K=self.num_topk, SLOTS=slots,
             TOKENS=tokens, BLOCKS=blocks, COLUMNS=min(experts, max(16, 32768 // blocks)), LAYOUT=layout,
@@ -158,7 +158,7 @@ class DeviceEngine:
         self.launch(
             address_rows, max(1, ceil_div(count, 4096)),
             step.sends_to, places.bases[step.bank], addresses, step.sent, step.rank_counts, self.state.tally,
-            bank.words, bank.epoch, bank.ticket, self.state.status, count, self.rank, self.spin_limit,
+            bank.words, bank.epoch, bank.ticket, self.state.status, count, self.rank, self.timeout_us,
             R=self.num_ranks, RANKS=self._ranks, PLACES=4096, payload_bytes=places.rows.payload_bytes, num_warps=8,
         )  # fmt: skip
         return Plan(addresses)
@@ -182,7 +182,7 @@ class DeviceEngine:
                 self.state.home if plan.keys is not None else None,
                 plan.addresses, step.sends_to, step.void, places.bases[step.bank], bank.words, bank.epoch,
                 bank.ticket,
-                self.state.status, self.rank, num_tokens, places.region.sf, places.region.meta, self.spin_limit,
+                self.state.status, self.rank, num_tokens, places.region.sf, places.region.meta, self.timeout_us,
                 R=self.num_ranks, RANKS=self._ranks, E=self.num_experts, SLOTS=self._slots, TOKENS=plan.tokens,
                 KEYS=pow2(plan.tokens * self.num_topk), PLACE=plan.keys is not None,
                 SENDS=step.sends_to.shape[1], ROWS=tile.rows, LINES=tile.columns, BLOCK=rows.block,
@@ -196,7 +196,7 @@ class DeviceEngine:
         if self.num_ranks > 1:
             bank = self.state.banks[step.bank]
             self.launch(
-                await_rows, 1, bank.words, step.void, bank.epoch, self.state.status, self.rank, self.spin_limit,
+                await_rows, 1, bank.words, step.void, bank.epoch, self.state.status, self.rank, self.timeout_us,
                 R=self.num_ranks, RANKS=self._ranks, num_warps=1,
             )  # fmt: skip
 
@@ -239,7 +239,7 @@ class DeviceEngine:
             self.launch(
                 combine_send, 1, y, bank.sources if inputs is None else inputs.bases[step.bank],
                 step.refused if again else step.void, None if again else step.refused, bank.words, bank.combine_epoch,
-                self.state.status, self.rank, self.spin_limit,
+                self.state.status, self.rank, self.timeout_us,
                 R=self.num_ranks, RANKS=self._ranks, EXCHANGE=inputs is None, PUBLISH=publish, RECEIVE=receive,
                 num_warps=1,
             )  # fmt: skip
@@ -262,7 +262,7 @@ class DeviceEngine:
                 y, bank.sources if inputs is None else inputs.bases[step.bank],
                 sends, step.topk_weights if weighted else None, *two, out,
                 step.void, step.refused, bank.words, bank.combine_epoch, bank.combine_ticket, bank.epoch,
-                self.state.status, self.rank, num_tokens, self.spin_limit,
+                self.state.status, self.rank, num_tokens, self.timeout_us,
                 R=self.num_ranks, RANKS=self._ranks, SENDS=sends.shape[1], ROWS=tile.rows, COLUMNS=tile.columns,
                 PARTS=parts, hidden=self.hidden, WEIGHTED=weighted, NUM_BIASES=len(biases),
                 EXCHANGE=inputs is None and self.num_ranks > 1, FINISH=finish, BY_RANK=by_rank,
@@ -279,27 +279,9 @@ class DeviceEngine:
                 (refuse_dispatch, found.epoch) if lane == "dispatch" else (refuse_combine, found.combine_epoch)
             )
             self.launch(
-                kernel, 1, found.words, epoch, self.state.status, self.rank, self.spin_limit,
+                kernel, 1, found.words, epoch, self.state.status, self.rank, self.timeout_us,
                 R=self.num_ranks, RANKS=self._ranks, num_warps=1,
             )  # fmt: skip
-
-    # -- waiting ---------------------------------------------------------------------------------------------------
-
-    def spins_per_second(self) -> float:
-        """How often a waiting kernel looks at its words in a second. CUDA only; waits for the device."""
-        looks, records = 1 << 13, self.state.int64([0] * 4 * (self.num_ranks + 1))
-        took = 0.0
-        for _ in range(2):  # the first launch loads the kernel
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            records.zero_()
-            start.record()
-            self.launch(
-                spin, 1, self.state.banks[0].words, records[4:], looks, R=self.num_ranks, RANKS=self._ranks, num_warps=4
-            )  # fmt: skip
-            end.record()
-            end.synchronize()
-            took = start.elapsed_time(end) / 1000
-        return looks / took
 
 
 __all__ = ["DeviceEngine", "Places", "Rows", "Step"]

@@ -156,10 +156,10 @@ def _load_chunk(row, sf, start, width, hidden: tl.constexpr, CHUNK: tl.constexpr
     return value
 
 
-@triton.jit(do_not_specialize=["rank", "num_tokens", "spin_limit", "sf_at"])
+@triton.jit(do_not_specialize=["rank", "num_tokens", "timeout_us", "sf_at"])
 def combine_logfmt(
     row_bases, where, topk_weights, bias0, bias1, out, void, refused, word_bases, epochs, tickets, dispatch_epochs,
-    status, rank, num_tokens, spin_limit, sf_at,
+    status, rank, num_tokens, timeout_us, sf_at,
     R: tl.constexpr, RANKS: tl.constexpr, SENDS: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
     hidden: tl.constexpr, WEIGHTED: tl.constexpr, NUM_BIASES: tl.constexpr, FINISH: tl.constexpr,
 ):  # fmt: skip
@@ -194,5 +194,5 @@ def combine_logfmt(
         tl.store(out + at, total.to(tl.bfloat16), mask=inner < width)
     if R > 1:
         end_combine(
-            word_bases, epochs, tickets, dispatch_epochs, void, rank, status, spin_limit, R, RANKS, FINISH
+            word_bases, epochs, tickets, dispatch_epochs, void, rank, status, timeout_us, R, RANKS, FINISH
         )  # fmt: skip

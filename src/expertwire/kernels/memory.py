@@ -3,7 +3,8 @@
     load_acquire      ld.acquire.sys          words that peers write
     exchange_release  atom.exch.release.sys   a word per peer; what the block stored before is visible first
     ticket_acq_rel    atom.add.acq_rel.gpu    counts the blocks of a launch; the last one has seen all others' stores
-    wait              a bounded loop of load_acquire, which leaves a record when it gives up
+    clock             nanoseconds: %globaltimer
+    wait              a loop of load_acquire, bounded by the clock, which leaves a record when it gives up
 
 Why this is enough (ids of the litmus table): a block's stores, its barrier, and the ticket at gpu scope make everything
 that any block stored visible to the block that draws the last ticket (P8, P9); its release at sys scope passes that on
@@ -18,15 +19,18 @@ an atomic add of zero, which one thread does for all; many waiting blocks queue 
 # mypy: ignore-errors
 from __future__ import annotations
 
+import time
+
 import triton
 import triton.language as tl
-from triton.language.target_info import is_cuda
+from triton.language.extra import hip
+from triton.language.target_info import is_cuda, is_hip
 
 COUNT_BITS = tl.constexpr(24)
 ALL_THREADS = tl.constexpr(1024)
 
 # What a kernel leaves in its status words when a wait gives up, one record per peer.
-STATUS_FIELDS = tl.constexpr(4)  # phase (0 = no failure), expected word, seen word, spins
+STATUS_FIELDS = tl.constexpr(4)  # phase (0 = no failure), expected word, seen word, nanoseconds
 
 
 @triton.jit
@@ -38,6 +42,25 @@ def load_acquire(pointers, mask):
             "=l,l,r", [pointers, mask.to(tl.int32)], dtype=tl.int64, is_pure=False, pack=1,
         )  # fmt: skip
     return tl.where(mask, tl.atomic_add(pointers, 0, mask=mask, sem="acquire", scope="sys"), 0)
+
+
+def _clock_of_interpreter():
+    return time.monotonic_ns()
+
+
+_clock_of_interpreter.__triton_builtin__ = True  # a name that the compiler may meet in the branch it leaves out
+
+
+@triton.jit
+def clock():
+    """Nanoseconds of a clock that also runs while other processes have the device."""
+    if is_cuda():
+        now = tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+    elif is_hip():
+        now = hip.memrealtime() * 10  # a counter of 100 MHz
+    else:
+        now = _clock_of_interpreter()
+    return now
 
 
 @triton.jit
@@ -67,11 +90,11 @@ def agree(number):
 
 
 @triton.jit
-def _leave_record(status, peers, mask, phase, wanted, seen, spins):
+def _leave_record(status, peers, mask, phase, wanted, seen, waited):
     record = status + peers * STATUS_FIELDS
     tl.store(record + 1, wanted, mask=mask)
     tl.store(record + 2, seen, mask=mask)
-    tl.store(record + 3, spins, mask=mask)
+    tl.store(record + 3, waited, mask=mask)
     tl.store(record, tl.zeros_like(seen) + phase, mask=mask)
 
 
@@ -85,12 +108,12 @@ def _look(pointers, mask, wanted):
 
 
 @triton.jit
-def wait(pointers, mask, epoch, phase: tl.constexpr, status, peers, spin_limit):
+def wait(pointers, mask, epoch, phase: tl.constexpr, status, peers, timeout_us):
     """Words at `pointers` [R], once all that `mask` names have reached `epoch`; how many of them say REFUSED for it;
-    and how many are late when it gives up, after `spin_limit` looks.
+    and how many are late when it gives up, after `timeout_us` microseconds.
 
-    When it gives up it writes (phase, expected word, seen word, spins) to `status` for every peer that is late. A
-    launch after a failure does not wait again: the first record stays, spin_limit counts as 0. `status` is device
+    When it gives up it writes (phase, expected word, seen word, nanoseconds) to `status` for every peer that is late.
+    A launch after a failure does not wait again: the first record stays, timeout_us counts as 0. `status` is device
     memory, since reading host memory here would cost a millisecond; the word in front of it is the address of a mirror
     in host memory, 0 for none.
 
@@ -100,15 +123,17 @@ def wait(pointers, mask, epoch, phase: tl.constexpr, status, peers, spin_limit):
     seen, late, refused = _look(pointers, mask, wanted)
     if late > 0:
         failed = tl.sum(tl.load(status + peers * STATUS_FIELDS, mask=mask, other=0, volatile=True), axis=0)
-        spins = tl.where(failed == 0, 0, spin_limit).to(tl.int64)
-        while (late > 0) & (spins < spin_limit):  # warps may leave at different times: no barrier in here
+        limit = tl.where(failed == 0, timeout_us, 0).to(tl.int64) * 1000
+        began = clock()
+        waited = began - began
+        while (late > 0) & (waited < limit):  # warps may leave at different times: no barrier in here
+            waited = clock() - began
             seen, late, refused = _look(pointers, mask, wanted)
-            spins += 1
         if (late > 0) & (failed == 0):
             is_late = mask & (seen < wanted)
-            _leave_record(status, peers, is_late, phase, wanted, seen, spins)
+            _leave_record(status, peers, is_late, phase, wanted, seen, waited)
             mirror = tl.load(status - STATUS_FIELDS)
             if mirror != 0:
-                _leave_record(mirror.to(tl.pointer_type(tl.int64)), peers, is_late, phase, wanted, seen, spins)
+                _leave_record(mirror.to(tl.pointer_type(tl.int64)), peers, is_late, phase, wanted, seen, waited)
     tl.debug_barrier()
     return seen, refused, late

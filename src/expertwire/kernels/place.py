@@ -139,10 +139,10 @@ def rows_of_slots(
     tl.store(where + entry, found, mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_places", "rank", "spin_limit"])
+@triton.jit(do_not_specialize=["num_places", "rank", "timeout_us"])
 def address_rows(
     sends_to, row_bases, addresses, sent, rank_counts, tally, word_bases, epochs, tickets, status, num_places, rank,
-    spin_limit,
+    timeout_us,
     R: tl.constexpr, RANKS: tl.constexpr, PLACES: tl.constexpr, payload_bytes: tl.constexpr,
 ):  # fmt: skip
     """Repeat a plan in another bank, whose rows the peers must have given back: sends_to -> addresses."""
@@ -158,7 +158,7 @@ def address_rows(
         if ticket_acq_rel(tickets) == tl.num_programs(0) - 1:
             tl.store(tickets, 0)
             pointers, peers, mask = words_from(word_bases, DONE, rank, R, RANKS)
-            _, _, late = wait(pointers, mask, tl.load(epochs), DONE + 1, status, peers, spin_limit)
+            _, _, late = wait(pointers, mask, tl.load(epochs), DONE + 1, status, peers, timeout_us)
             if agree(late) > 0:  # they may still read what would be overwritten
                 for first in range(0, num_places, PLACES):
                     at = first + tl.arange(0, PLACES)

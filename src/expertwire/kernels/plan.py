@@ -97,11 +97,11 @@ def _first_rows(
         tl.store(offsets, 0)
 
 
-@triton.jit(do_not_specialize=["rank", "num_tokens", "num_blocks", "room", "alignment", "first_own", "L", "spin_limit"])
+@triton.jit(do_not_specialize=["rank", "num_tokens", "num_blocks", "room", "alignment", "first_own", "L", "timeout_us"])
 def plan_count(
     topk_idx, keys, owners, block_counts, totals, first_rows, expert_counts, padded_counts, offsets, rank_counts, sent,
     tally, word_bases, count_bases, home, by_owner, owner_start, epochs, tickets, status,
-    rank, num_tokens, num_blocks, room, alignment, first_own, L, spin_limit,
+    rank, num_tokens, num_blocks, room, alignment, first_own, L, timeout_us,
     R: tl.constexpr, RANKS: tl.constexpr, E: tl.constexpr, EXPERTS: tl.constexpr, EXPERT_BINS: tl.constexpr,
     RANK_BINS: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr, BLOCKS: tl.constexpr,
     COLUMNS: tl.constexpr, LAYOUT: tl.constexpr,
@@ -144,7 +144,7 @@ def plan_count(
         of_ranks, ranks_at, ranks_mask = _load_table(block_counts, num_blocks, E + source, width, width, BLOCKS)
         void = 0
         if R > 1:
-            await_peers(word_bases, DONE, epoch - 1, rank, status, spin_limit, R, RANKS)
+            await_peers(word_bases, DONE, epoch - 1, rank, status, timeout_us, R, RANKS)
         for first in range(0, E, COLUMNS):
             column = first + tl.arange(0, COLUMNS)
             of_experts, experts_at, experts_mask = _load_table(block_counts, num_blocks, column, E, width, BLOCKS)
@@ -155,7 +155,7 @@ def plan_count(
             pointers, peers, mask = words_to(word_bases, COUNTS, rank, R, RANKS)
             rows = tl.load(totals + E + peers, mask=mask, other=0)
             exchange_release(pointers, pack_word(epoch + tl.zeros([RANKS], tl.int64), rows), mask)
-            void = await_peers(word_bases, COUNTS, epoch, rank, status, spin_limit, R, RANKS)
+            void = await_peers(word_bases, COUNTS, epoch, rank, status, timeout_us, R, RANKS)
         counts = tl.load(count_bases + rank).to(tl.pointer_type(tl.int32))
         arriving = tl.load(counts + source * width + E + rank, mask=source < tl.where(void > 0, 0, R), other=0)
         before = tl.zeros([RANKS], tl.int32)

@@ -17,20 +17,20 @@ import triton.language as tl
 from expertwire.kernels.routing import COMBINE_READY, COUNTS, DONE, READY, await_peers, leave_combine, signal
 
 
-@triton.jit(do_not_specialize=["rank", "spin_limit"])
-def refuse_dispatch(word_bases, epochs, status, rank, spin_limit, R: tl.constexpr, RANKS: tl.constexpr):
+@triton.jit(do_not_specialize=["rank", "timeout_us"])
+def refuse_dispatch(word_bases, epochs, status, rank, timeout_us, R: tl.constexpr, RANKS: tl.constexpr):
     """`protocols.counted.refuse`: waits for the bank as everybody does, but not for the peers."""
     epoch = tl.load(epochs) + 1
-    await_peers(word_bases, DONE, epoch - 1, rank, status, spin_limit, R, RANKS)
+    await_peers(word_bases, DONE, epoch - 1, rank, status, timeout_us, R, RANKS)
     tl.store(epochs, epoch)
     signal(word_bases, COUNTS, epoch, -1, rank, R, RANKS)
     signal(word_bases, READY, epoch, -1, rank, R, RANKS)
     signal(word_bases, DONE, epoch, 0, rank, R, RANKS)
 
 
-@triton.jit(do_not_specialize=["rank", "spin_limit"])
-def refuse_combine(word_bases, epochs, status, rank, spin_limit, R: tl.constexpr, RANKS: tl.constexpr):
+@triton.jit(do_not_specialize=["rank", "timeout_us"])
+def refuse_combine(word_bases, epochs, status, rank, timeout_us, R: tl.constexpr, RANKS: tl.constexpr):
     """Ends as combine does, when all peers are through with this step."""
     epoch = tl.load(epochs) + 1
     signal(word_bases, COMBINE_READY, epoch, -1, rank, R, RANKS)
-    leave_combine(word_bases, epochs, epoch, rank, status, spin_limit, R, RANKS)
+    leave_combine(word_bases, epochs, epoch, rank, status, timeout_us, R, RANKS)

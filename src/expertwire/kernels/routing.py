@@ -61,7 +61,7 @@ def signal(word_bases, purpose: tl.constexpr, epoch, counts, rank, R: tl.constex
 
 @triton.jit
 def await_peers(
-    word_bases, purpose: tl.constexpr, epoch, rank, status, spin_limit, R: tl.constexpr, RANKS: tl.constexpr
+    word_bases, purpose: tl.constexpr, epoch, rank, status, timeout_us, R: tl.constexpr, RANKS: tl.constexpr
 ):
     """Wait until every peer has signalled `purpose` for `epoch`; returns how many refused the step or did not come in
     time: it is void then, and no rows are read or written. Who does not come with DONE is not counted: a wait for other
@@ -70,7 +70,7 @@ def await_peers(
     Who refused is told to the host: behind the addresses of words stands that of this bank's record of refusals there.
     """
     pointers, peers, mask = words_from(word_bases, purpose, rank, R, RANKS)
-    seen, refused, late = wait(pointers, mask, epoch, purpose + 1, status, peers, spin_limit)
+    seen, refused, late = wait(pointers, mask, epoch, purpose + 1, status, peers, timeout_us)
     if purpose == DONE:
         return 0
     if purpose == COMBINE_DONE:
@@ -85,16 +85,16 @@ def await_peers(
 
 
 @triton.jit
-def leave_combine(word_bases, epochs, epoch, rank, status, spin_limit, R: tl.constexpr, RANKS: tl.constexpr):
+def leave_combine(word_bases, epochs, epoch, rank, status, timeout_us, R: tl.constexpr, RANKS: tl.constexpr):
     """By one block: when all peers have done the same, what they read here may be overwritten."""
     tl.store(epochs, epoch)
     signal(word_bases, COMBINE_DONE, epoch, 0, rank, R, RANKS)
-    await_peers(word_bases, COMBINE_DONE, epoch, rank, status, spin_limit, R, RANKS)
+    await_peers(word_bases, COMBINE_DONE, epoch, rank, status, timeout_us, R, RANKS)
 
 
 @triton.jit
 def end_combine(
-    word_bases, epochs, tickets, dispatch_epochs, void, rank, status, spin_limit,
+    word_bases, epochs, tickets, dispatch_epochs, void, rank, status, timeout_us,
     R: tl.constexpr, RANKS: tl.constexpr, FINISH: tl.constexpr,
 ):  # fmt: skip
     """By every block that has read its rows; the last one out leaves, unless what came before was `void` and there is
@@ -104,7 +104,7 @@ def end_combine(
         if FINISH:
             signal(word_bases, DONE, tl.load(dispatch_epochs), 0, rank, R, RANKS)
         if tl.load(void) == 0:
-            leave_combine(word_bases, epochs, tl.load(epochs) + 1, rank, status, spin_limit, R, RANKS)
+            leave_combine(word_bases, epochs, tl.load(epochs) + 1, rank, status, timeout_us, R, RANKS)
 
 
 @triton.jit

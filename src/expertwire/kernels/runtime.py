@@ -16,15 +16,15 @@ from expertwire.protocols.epoch_signal import unpack
 
 PHASES = {1: "dispatch send", 2: "dispatch receive", 3: "dispatch send", 4: "combine receive", 5: "combine receive"}
 LANES = ("dispatch", "combine")
-_MOST_SPINS = (1 << 31) - 1
+_MOST_US = (1 << 31) - 1
 
 
 class DeviceRuntime:
     """What `Buffer` needs of a device, under the names that `host.runtime.HostRuntime` has."""
 
     def __init__(
-        self, engine: DeviceEngine, memory: DeviceMemory, timeout_s: float | None, spins_per_s: float | None = None,
-        *, meeting: Meeting | None = None, sharing: bool = True,
+        self, engine: DeviceEngine, memory: DeviceMemory, timeout_s: float | None, *,
+        meeting: Meeting | None = None, sharing: bool = True,
     ) -> None:  # fmt: skip
         """Collective. `sharing`: some ranks share a GPU. Without a `meeting`, a rank that refuses the first call of a
         kind keeps its peers waiting."""
@@ -32,7 +32,6 @@ class DeviceRuntime:
         self.masked: set[int] = set()
         self.wait_s = np.zeros(engine.num_ranks)
         self.closed = False
-        self._spins_per_s = spins_per_s or (engine.spins_per_second() if engine.num_ranks > 1 else 1e6)
         self._known: set[Hashable] = set()
         self.rehearsing = False
         self._records = engine.state.mirror.numpy()
@@ -57,14 +56,13 @@ class DeviceRuntime:
 
     @property
     def timeout_s(self) -> float | None:
-        """Waits in kernels are counted in looks at a word: None is as many as can be counted, about half an hour."""
+        """Kernels count microseconds in 32 bits: None, and all that is more, are 35 minutes."""
         return self._timeout_s
 
     @timeout_s.setter
     def timeout_s(self, value: float | None) -> None:
         self._timeout_s = value
-        spins = _MOST_SPINS if value is None else max(1, int(value * self._spins_per_s))
-        self.engine.spin_limit = min(spins, _MOST_SPINS)
+        self.engine.timeout_us = _MOST_US if value is None else max(1, min(_MOST_US, round(value * 1e6)))
 
     def knows(self, kind: tuple[object, ...]) -> bool:
         """Whether a call of this kind may be launched as it is."""
@@ -170,15 +168,15 @@ class DeviceRuntime:
         """PeerTimeout if a kernel gave up waiting. Looks at host memory only; complete after a synchronisation."""
         if self._records.tobytes() == self._clean:
             return
-        missed, phase, spins = [], "dispatch send", 0
+        missed, phase, waited = [], "dispatch send", 0
         alive = self.meeting.alive if self.meeting is not None and not self.closed else lambda peer: None
-        for peer, (code, wanted, seen, looks) in enumerate(self._records.tolist()):
+        for peer, (code, wanted, seen, ns) in enumerate(self._records.tolist()):
             if code:
                 missed.append(MissedSignal(peer, unpack(wanted)[0], *unpack(seen), alive=alive(peer)))
-                phase, spins = PHASES[code], looks
+                phase, waited = PHASES[code], ns
         hint = "If the ranks are only slow (compiling, loading), raise buf.timeout_s."
         error = PeerLost if any(m.alive is False for m in missed) else PeerTimeout
-        raise error(self.engine.rank, phase, missed, spins / self._spins_per_s, hint)
+        raise error(self.engine.rank, phase, missed, waited / 1e9, hint)
 
     def broken_guards(self) -> list[int]:
         """Device windows have no guards."""

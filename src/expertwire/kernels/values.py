@@ -44,9 +44,9 @@ def send_values(values, where, value_bases, num_values, K: tl.constexpr, WIDTH: 
     tl.store(_addresses(value_bases, place, column, WIDTH), value, mask=place >= 0)
 
 
-@triton.jit(do_not_specialize=["num_values", "rank", "spin_limit"])
+@triton.jit(do_not_specialize=["num_values", "rank", "timeout_us"])
 def combine_values(
-    value_bases, where, out, void, word_bases, epochs, tickets, status, num_values, rank, spin_limit,
+    value_bases, where, out, void, word_bases, epochs, tickets, status, num_values, rank, timeout_us,
     R: tl.constexpr, RANKS: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """out [T, K]: the values at the rows, 0 where nothing was sent. num_values = T * K. Nothing, if the combine of the
@@ -60,4 +60,4 @@ def combine_values(
         value = tl.load(_addresses(value_bases, place, column, WIDTH), mask=place >= 0, other=0.0)
         tl.store(out + entry, value, mask=entry < num_values)
     if R > 1:
-        end_combine(word_bases, epochs, tickets, epochs, void, rank, status, spin_limit, R, RANKS, False)
+        end_combine(word_bases, epochs, tickets, epochs, void, rank, status, timeout_us, R, RANKS, False)

@@ -45,7 +45,7 @@ def combine_encoded(
         logfmt.combine_logfmt, min(units, engine.num_sms) if engine.strict_sms else units,
         memory.bases[step.bank], step.sends_to, step.topk_weights if weighted else None, *two, out,
         step.void, step.refused, bank.words, bank.combine_epoch, bank.combine_ticket, bank.epoch, engine.state.status,
-        engine.rank, num_tokens, engine.spin_limit, memory.region.sf,
+        engine.rank, num_tokens, engine.timeout_us, memory.region.sf,
         R=engine.num_ranks, RANKS=pow2(engine.num_ranks), SENDS=step.sends_to.shape[1], CHUNK=chunk, PARTS=parts,
         hidden=engine.hidden, WEIGHTED=weighted, NUM_BIASES=len(biases), FINISH=finish,
         num_warps=WARPS, enable_fp_fusion=False,
