@@ -88,7 +88,7 @@ def check_case(shape, layout, wire, *, fused=False, alignment=1, deferred=False,
             if fused:
                 engine.dispatch_fused(ranks.xs[r], step, places[r])
             else:
-                plan = engine.plan(step, places[r])
+                plan = engine.planner.plan(step, places[r])
                 engine.send(ranks.xs[r], None, plan, step, places[r], receive=not deferred)
             if deferred:
                 engine.await_rows(step)
@@ -227,7 +227,7 @@ def virtual_case(num_ranks):
     outs = [torch.empty_like(x) for x in ranks.xs]
 
     def dispatch(r):
-        plan = ranks.engines[r].plan(made[r], places[r])
+        plan = ranks.engines[r].planner.plan(made[r], places[r])
         ranks.engines[r].send(ranks.xs[r], None, plan, made[r], places[r], receive=True)
 
     def give_back(r):
@@ -266,7 +266,7 @@ def compact_case(num_ranks, wire):
 
     def dispatch(r):
         engine = ranks.engines[r]
-        plan = engine.plan(made[r], places[r])
+        plan = engine.planner.plan(made[r], places[r])
         engine.send(ranks.xs[r], None, plan, made[r], places[r], receive=True)
         engine.give_back(0)
 
@@ -293,7 +293,7 @@ def expert_major_case(wire):
     row_bytes = 14336 if wire == "bf16" else 7392
 
     def dispatch():
-        plan = engine.plan(step, places)
+        plan = engine.planner.plan(step, places)
         engine.send(x, None, plan, step, places, receive=True)
 
     parts = kernel_times(dispatch)
@@ -331,7 +331,8 @@ def waiting(seconds=0.5):
         torch.cuda.synchronize()
         with torch.cuda.stream(streams[0]):
             engine.launch(
-                await_rows, blocks, words, void, never, records[4:], 0, int(1e6 * seconds), R=2, RANKS=2, num_warps=4
+                await_rows, blocks, ("waiting", blocks), (void, int(1e6 * seconds)),
+                lambda records=records: ((words, never, records[4:], 0), {"R": 2, "RANKS": 2, "num_warps": 4}),
             )  # fmt: skip
         time.sleep(0.05)
         began = time.perf_counter()

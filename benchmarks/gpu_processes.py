@@ -81,7 +81,7 @@ def measure(group, tokens, num_sms, check):
         places = engine.state.places(Layout.COMPACT, Rows.of_wire(wire, HIDDEN))
 
         def dispatch(places=places):
-            plan = engine.plan(step, places)
+            plan = engine.planner.plan(step, places)
             engine.send(x, None, plan, step, places, receive=True)
             engine.give_back(0)
 

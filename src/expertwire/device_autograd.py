@@ -133,7 +133,7 @@ class DeviceGradients:
         out = state.empty(torch.bfloat16, arrived.num_rows, hidden)
 
         def launches() -> None:
-            addresses = engine.repeat_plan(step, places)
+            addresses = engine.planner.repeat(step, places)
             if values is not None and sent is not None:
                 send_values(engine, values, step, sent)
             engine.send(rows, None, addresses, step, places, receive=True)

@@ -75,7 +75,7 @@ class DeviceDispatcher:
                 if fused:
                     engine.dispatch_fused(payload, step, places)
                 else:
-                    plan = engine.repeat_plan(step, places) if cached else engine.plan(step, places)
+                    plan = engine.planner.repeat(step, places) if cached else engine.planner.plan(step, places)
                     engine.send(payload, sf, plan, step, places, receive=not defer_receive)
 
             def prepare() -> None:
@@ -124,7 +124,7 @@ class DeviceDispatcher:
                 )
                 if weights is not None:
                     fields["topk_weights"] = weights
-            return fields | counted | {"_lazy": routing | steps.event()}
+            return fields | counted | {"_lazy": routing | _counts_of(step) | steps.event()}
 
         return record(Dispatched, complete, defer_receive, handle=handle, _lazy=steps.event() if defer_receive else {})
 
@@ -156,7 +156,7 @@ class DeviceDispatcher:
             )
             units = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
             found = payload.view(torch.uint8).view(units[rows.unit_bytes])
-            factors = sf.view(torch.uint8).view(units[rows.sf_unit_bytes])
+            factors = aligned(sf).view(torch.uint8).view(units[rows.sf_unit_bytes])
             dtypes: tuple[torch.dtype, torch.dtype | None] = (payload.dtype, sf.dtype)
         else:
             wire = wire or BF16()
@@ -194,16 +194,12 @@ class DeviceDispatcher:
     def _counts(
         self, step: Step, known: tuple[list[int], list[int], list[int], int, int] | None
     ) -> tuple[int, dict[str, Any]]:
-        """How many rows the record shows, and the counts as tensors and, if they are `known`, as lists."""
+        """How many rows the record shows, and the counts as lists, if they are `known`."""
         fixed = step.layout is Layout.EXPERT_SLOTS
         fields: dict[str, Any] = {
-            "num_tokens_per_expert": step.expert_counts,
-            "num_padded_tokens_per_expert": step.padded_counts,
-            "num_tokens_per_rank": step.rank_counts,
             "num_tokens_per_expert_list": None,
             "num_padded_tokens_per_expert_list": None,
             "num_tokens_per_rank_list": None,
-            "expert_offsets": None if step.layout is Layout.COMPACT else step.offsets,
             "missing_ranks": (),
         }
         num_local, room = self._state.num_local_experts, self._engine.num_ranks * self._engine.capacity
@@ -287,6 +283,16 @@ class DeviceDispatcher:
         if step.layout is Layout.EXPERT_SLOTS:
             return found.view(num_groups, self._engine.num_ranks * self._engine.capacity, 3)
         return found
+
+
+def _counts_of(step: Step) -> dict[str, Callable[[], Any]]:
+    """What makes the counts as tensors."""
+    return {
+        "num_tokens_per_expert": lambda: step.expert_counts,
+        "num_padded_tokens_per_expert": lambda: step.padded_counts,
+        "num_tokens_per_rank": lambda: step.rank_counts,
+        "expert_offsets": lambda: None if step.layout is Layout.COMPACT else step.offsets,
+    }
 
 
 def _nothing() -> None:

@@ -125,8 +125,8 @@ class DeviceSteps:
         raise PeerRefused(f"{refusal(self.rank, peers, what)} {hint}", peers)
 
     def counts(self, step: Step) -> tuple[list[int], list[int], list[int], int, int]:
-        """`DeviceState.parts` of what the step has counted; waits for the device."""
-        return self.engine.state.parts(self.read(step.counts))
+        """`DeviceState.known` of what the step has counted; waits for the device."""
+        return self.engine.state.known(self.read(step.counts))
 
     def read(self, values: torch.Tensor) -> list[int]:
         """int32 values of the device; waits for it."""

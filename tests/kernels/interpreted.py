@@ -176,7 +176,7 @@ def run(group, case):
         if case.fused:
             engine.dispatch_fused(xs[rank], step, places)
         else:
-            plan = engine.plan(step, places)
+            plan = engine.planner.plan(step, places)
             engine.send(xs[rank], None, plan, step, places, receive=not case.deferred)
         if case.deferred:
             engine.await_rows(step)

@@ -45,21 +45,21 @@ def rank_work(group, layout, call):
         return engine.state.step(0, layout, ids, torch.ones(TOKENS, 2))
 
     step = new_step()
-    dispatch(step, engine.plan(step, places))
+    dispatch(step, engine.planner.plan(step, places))
     y.copy_(places.payload(0).view(torch.bfloat16))
     engine.combine(y, inputs, step, out, weighted=False, finish=memory.rank == 0 or call != "repeated dispatch")
     memory.all_gather(None)
     places.payload(0).fill_(0xEE)
     out.fill_(7.0)
     if memory.rank == 0:
-        engine.timeout_us, x = 20, -x
+        engine.state.timeout_us, x = 20, -x
         if call == "combine":
             engine.combine(y, inputs, step, out, weighted=False)
         elif call == "dispatch":
             step = new_step()
-            dispatch(step, engine.plan(step, places))
+            dispatch(step, engine.planner.plan(step, places))
         else:
-            dispatch(step, engine.repeat_plan(step, places))
+            dispatch(step, engine.planner.repeat(step, places))
     memory.all_gather(None)
     untouched = bool((places.payload(0) == 0xEE).all()) and bool((out == 7.0).all())
     records = engine.state.status.view(-1, 4)

@@ -26,12 +26,9 @@ from expertwire.kernels.values import combine_values, send_values  # noqa: E402
 HOPPER, BLACKWELL, CDNA3 = GPUTarget("cuda", 90, 32), GPUTarget("cuda", 100, 32), GPUTarget("hip", "gfx942", 64)
 WORDS = {"x": "*bf16", "y": "*bf16", "out": "*bf16", "topk_weights": "*fp32", "tickets": "*i32", "home": "*i32"}
 WORDS |= dict.fromkeys(["keys", "block_counts", "first_rows", "totals", "scratch", "by_owner"], "*i32")
-WORDS |= dict.fromkeys(
-    ["expert_counts", "padded_counts", "offsets", "rank_counts", "owner_start", "owners", "void", "refused", "sent"],
-    "*i32",
-)
+WORDS |= dict.fromkeys(["owner_start", "owners"], "*i32")
 WORDS |= dict.fromkeys(["arrived"], "*bf16") | dict.fromkeys(["values", "weights", "dots"], "*fp32")
-WORDS |= {"counts": "*i32", "rows": "*i16", "payload": "*i16", "sf": "*i16"}
+WORDS |= {"counts": "*i32", "lengths": "*i32", "offsets": "*i32", "rows": "*i16", "payload": "*i16", "sf": "*i16"}
 NUMBERS = {"rank", "num_tokens", "num_blocks", "room", "L", "first_own", "alignment", "timeout_us", "sf_at", "meta_at"}
 NUMBERS |= {"num_rows", "num_values", "num_places", "num_slots"}
 SIZES = {"R": 8, "RANKS": 8, "E": 256, "hidden": 7168, "BLOCK": 128}
@@ -43,7 +40,7 @@ SEND = SIZES | {
 PLACED = {"PLACE": False, "keys": None, "block_counts": None, "first_rows": None, "home": None}
 COMBINE = SIZES | {
     "bias0": None, "bias1": None, "SENDS": 8, "WEIGHTED": True, "NUM_BIASES": 0, "EXCHANGE": True, "PUBLISH": True,
-    "RECEIVE": True, "FINISH": True, "BY_RANK": False,
+    "RECEIVE": True, "AGAIN": False, "FINISH": True, "BY_RANK": False,
 }  # fmt: skip
 PLAN = SIZES | {"K": 8, "SLOTS": 8, "TOKENS": 64}
 GRADIENT = {"GROUPS": 32, "GROUP_BINS": 32, "ROWS": 2, "COLUMNS": 2048, "hidden": 7168}

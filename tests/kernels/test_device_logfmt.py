@@ -33,14 +33,14 @@ def round_trip(group, hidden):
     memory = torch.zeros(rows, hidden, dtype=torch.int16), torch.zeros(rows, sf.shape[1], dtype=torch.int16)
     count = torch.tensor([rows], dtype=torch.int32)
     encode_rows[(2,)](
-        x.view(torch.int16), *memory, count, 0 * count, rows, GROUPS=1, GROUP_BINS=1, hidden=hidden, CHUNK=chunk
+        x.view(torch.int16), count, 0 * count, rows, *memory, GROUPS=1, GROUP_BINS=1, hidden=hidden, CHUNK=chunk
     )
     assert torch.equal(memory[1], sf.view(torch.int16))
     weights, out = torch.rand(rows, 1), torch.empty(rows, hidden, dtype=torch.bfloat16)
     none, octets = torch.zeros(2, dtype=torch.int64), torch.cat([part.view(torch.uint8).flatten() for part in memory])
     combine_logfmt[(2,)](
-        torch.tensor([octets.data_ptr()]), torch.arange(rows)[:, None].contiguous(), weights, None, None, out,
-        *[none] * 7, 0, rows, 1, 2 * rows * hidden,
+        torch.arange(rows)[:, None].contiguous(), weights, None, None, out, none, rows, 1,
+        torch.tensor([octets.data_ptr()]), *[none] * 5, 0, 2 * rows * hidden,
         R=1, RANKS=1, SENDS=1, CHUNK=chunk, PARTS=-(-hidden // chunk), hidden=hidden, WEIGHTED=True, NUM_BIASES=0,
         FINISH=False,
     )  # fmt: skip
@@ -63,7 +63,7 @@ def example(group):
     x[0, 0], x[0, 1] = 0.5, -0.25
     payload, sf = torch.zeros(1, 128, dtype=torch.int16), torch.zeros(1, 2, dtype=torch.int16)
     one = torch.ones(1, dtype=torch.int32)
-    encode_rows[(1,)](x.view(torch.int16), payload, sf, one, 0 * one, 1, GROUPS=1, GROUP_BINS=1, hidden=128, CHUNK=512)
+    encode_rows[(1,)](x.view(torch.int16), one, 0 * one, 1, payload, sf, GROUPS=1, GROUP_BINS=1, hidden=128, CHUNK=512)
     return sf.view(torch.bfloat16).tolist(), [word & 0xFFFFFFFF for word in payload.view(torch.int32)[0, :5].tolist()]
 
 

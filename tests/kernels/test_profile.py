@@ -58,14 +58,14 @@ def test_metadata_is_made_only_while_a_profiler_listens(monkeypatch):
     compiled = Compiled()
     active = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda device: 77)
     monkeypatch.setattr(launch, "driver", SimpleNamespace(active=active))
-    monkeypatch.setattr(launch.Launcher, "_compile", lambda self, *args: (compiled, (8,)))
+    monkeypatch.setattr(launch.Launcher, "_compile", lambda self, *args: (compiled, (2, 8), ()))
     start = launch.Launcher()
-    start(combine_gather, 5, 1, 2, SENDS=8)
+    start(combine_gather, 5, (), (1,), lambda: ((2,), {"SENDS": 8}))
     assert compiled.seen == [("run", (5, 1, 1, 77, "of the kernel", "of the kernel", None, None, None, 1, 2, 8))]
     listen = knobs.runtime.launch_enter_hook
     listen.add(print)
     try:
-        start(combine_gather, 5, 1, 2, SENDS=8)
+        start(combine_gather, 5, (), (1,), lambda: ((2,), {"SENDS": 8}))
     finally:
         listen.remove(print)
     assert compiled.seen[1] == ((5, 1, 1), (1, 2, 8))

@@ -72,7 +72,7 @@ def test_a_kind_of_call_compiles_once_for_all_numbers_of_tokens(monkeypatch, lay
     from expertwire.kernels import launch
     from expertwire.kernels.engine import DeviceEngine, Rows
 
-    monkeypatch.setattr(launch.Launcher, "_compile", lambda *args: (Recorder(), ()))
+    monkeypatch.setattr(launch.Launcher, "_compile", lambda *args: (Recorder(), (), ()))
     device = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda device: 0)
     monkeypatch.setattr(launch, "driver", SimpleNamespace(active=device))
     memory = SimpleNamespace(
@@ -93,7 +93,7 @@ def test_a_kind_of_call_compiles_once_for_all_numbers_of_tokens(monkeypatch, lay
         for rows in places:
             if layout is Layout.EXPERT_SLOTS:
                 engine.dispatch_fused(x, step, rows)
-            engine.send(x, None, engine.plan(step, rows), step, rows, receive=True)
+            engine.send(x, None, engine.planner.plan(step, rows), step, rows, receive=True)
         engine.combine(x, None, step, torch.empty_like(x), weighted=layout is not Layout.COMPACT)
 
     engine.launch.compiling = True

@@ -31,7 +31,7 @@ def routing_example(group):
     rows = engine.state.places(slots, Rows.of_wire(BF16(), 16))
     ids = torch.tensor([[[0, -1], [0, -1], [0, -1]], [[0, 2], [1, 0], [-1, -1]]][memory.rank])
     x, step = torch.zeros(3, 16, dtype=torch.bfloat16), engine.state.step(0, slots, ids, None)
-    engine.send(x, None, engine.plan(step, rows), step, rows, receive=True)
+    engine.send(x, None, engine.planner.plan(step, rows), step, rows, receive=True)
     window = engine.state.window
     counts = engine.state._own[window.counts(0) :].view(torch.int32)[: 2 * window.counts_row]
     return places(step.sends_to), counts.view(2, -1)[memory.rank].tolist()
@@ -70,9 +70,9 @@ def small_examples(group):
     first_rows, memory = torch.zeros(9, dtype=torch.int32), torch.zeros(4096, dtype=torch.uint8)
     first_rows[5], first_rows[7] = 10, 20
     dispatch_send[(1,)](
-        torch.zeros(2, 8, dtype=torch.bfloat16), None, ints(5, 7, 7, 5), torch.zeros(9, dtype=torch.int32), first_rows,
-        torch.zeros(8, dtype=torch.int32), addresses, where, none, ints(memory.data_ptr(), dtype=torch.int64),
-        none, none, none, none, 0, 2, 0, 1024, 1,
+        torch.zeros(2, 8, dtype=torch.bfloat16), None, where, none, 2, 1,
+        ints(5, 7, 7, 5), torch.zeros(9, dtype=torch.int32), first_rows, torch.zeros(8, dtype=torch.int32), addresses,
+        ints(memory.data_ptr(), dtype=torch.int64), none, none, none, none, 0, 0, 1024,
         R=1, RANKS=1, E=8, SLOTS=2, TOKENS=2, KEYS=4, PLACE=True, SENDS=2, ROWS=1, LINES=1, BLOCK=8, width=8,
         unit_bytes=2, sf_units=0, SF_UNITS=1, sf_unit_bytes=4, FP8=False, UE8M0=False, RECEIVE=True,
     )  # fmt: skip
@@ -80,13 +80,13 @@ def small_examples(group):
     copy_rows[(2,)](source, out, ints(3, 2), ints(0, 8), 8, GROUPS=2, ROWS=2, UNITS=1, units=1)
     y, total = torch.tensor([[1.0], [3.0]]).bfloat16(), torch.zeros(1, 1, dtype=torch.bfloat16)
     combine_gather[(1,)](
-        y, none, ints(0, 1, dtype=torch.int64)[None], torch.tensor([[0.5, 2.0]]), torch.ones(1, 1).bfloat16(), None,
-        total, none, none, none, none, ints(0, 0), none, none, 0, 1, 1,
+        y, ints(0, 1, dtype=torch.int64)[None], torch.tensor([[0.5, 2.0]]), torch.ones(1, 1).bfloat16(), None,
+        total, none, 1, 1, none, none, none, ints(0, 0), none, none, 0,
         R=1, RANKS=1, SENDS=2, ROWS=1, COLUMNS=1, PARTS=1, hidden=1, WEIGHTED=True, NUM_BIASES=1, EXCHANGE=False,
         FINISH=False, BY_RANK=False,
     )  # fmt: skip
     owners, slots = ints(1, 0, 1), torch.zeros(1, 3, dtype=torch.int64)
-    rows_of_slots[(1,)](owners, ints(3, 1 << 40 | 5, dtype=torch.int64), slots, 3, K=3, SENDS=2, ENTRIES=4)
+    rows_of_slots[(1,)](owners, ints(3, 1 << 40 | 5, dtype=torch.int64), 3, slots, K=3, SENDS=2, ENTRIES=4)
     offsets = (addresses - memory.data_ptr()).tolist()
     return where.tolist(), offsets, out.nonzero()[:, 0].tolist(), float(total), places(slots)
 
@@ -132,10 +132,10 @@ def gradients_example(group):
     for places in ([3, 3], [3, 1 << 40 | 1]):
         rows, back, where = torch.full((2, 4, 2), 7.0), torch.empty(1, 2), torch.tensor([places])
         bases = torch.tensor([part.data_ptr() for part in rows])
-        send_values[(1,)](given, where, bases, 2, K=2, WIDTH=2, ENTRIES=4)
+        send_values[(1,)](given, where, 2, bases, K=2, WIDTH=2, ENTRIES=4)
         found.append((rows[0, 3].tolist(), rows[1, 1].tolist(), int((rows == 7).sum())))
         combine_values[(1,)](
-            bases, where, back, none, none, none, none, none, 2, 0, 1, R=1, RANKS=1, K=2, WIDTH=2, ENTRIES=4
+            where, back, none, 2, 1, bases, none, none, none, none, 0, R=1, RANKS=1, K=2, WIDTH=2, ENTRIES=4
         )  # fmt: skip
         found.append(back.tolist())
     return out.tolist(), dots.tolist(), found

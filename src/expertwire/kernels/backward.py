@@ -7,6 +7,7 @@ import torch
 from expertwire._math import ceil_div
 from expertwire.kernels import gradients, values
 from expertwire.kernels.engine import DeviceEngine, Places, Step
+from expertwire.kernels.launch import Rest
 from expertwire.kernels.tiles import pow2
 from expertwire.layouts.receive import Layout
 
@@ -23,22 +24,31 @@ def send_values(engine: DeviceEngine, found: torch.Tensor, step: Step, memory: P
     width, size = width_of(engine, step.layout), found.numel()
     engine.launch(
         values.send_values, max(1, ceil_div(size * width, ENTRIES)),
-        found, engine.rows_of_slots(step), memory.bases[step.bank], size,
-        K=engine.num_topk, WIDTH=width, ENTRIES=ENTRIES, num_warps=4,
+        (memory, step.bank), (found, engine.planner.rows_of_slots(step), size),
+        lambda: (
+            (memory.bases[step.bank],), {"K": engine.num_topk, "WIDTH": width, "ENTRIES": ENTRIES, "num_warps": 4}
+        ),
     )  # fmt: skip
 
 
 def combine_values(engine: DeviceEngine, memory: Places, step: Step, out: torch.Tensor) -> None:
     """out [T, K] float32: the values that the ranks of the rows have put into `memory`. A combine by itself, after that
     of the rows."""
-    bank, size = engine.state.banks[step.bank], out.numel()
+    state, bank, size = engine.state, engine.state.banks[step.bank], out.numel()
+
+    def rest() -> Rest:
+        fixed = (
+            memory.bases[step.bank], bank.words, bank.combine_epoch, bank.combine_ticket, state.status, engine.rank
+        )  # fmt: skip
+        return fixed, {
+            "R": engine.num_ranks, "RANKS": pow2(engine.num_ranks), "K": engine.num_topk,
+            "WIDTH": width_of(engine, step.layout), "ENTRIES": ENTRIES, "num_warps": 4,
+        }  # fmt: skip
+
     engine.combine_ready(memory.payload(step.bank), memory, step, again=True)
     engine.launch(
         values.combine_values, max(1, ceil_div(size, ENTRIES)),
-        memory.bases[step.bank], engine.rows_of_slots(step), out, step.refused, bank.words, bank.combine_epoch,
-        bank.combine_ticket, engine.state.status, size, engine.rank, engine.timeout_us,
-        R=engine.num_ranks, RANKS=pow2(engine.num_ranks), K=engine.num_topk, WIDTH=width_of(engine, step.layout),
-        ENTRIES=ENTRIES, num_warps=4,
+        (memory, step.bank), (engine.planner.rows_of_slots(step), out, step.counts, size, state.timeout_us), rest,
     )  # fmt: skip
 
 
@@ -47,12 +57,14 @@ def gradient_rows(
     out: torch.Tensor, dots: torch.Tensor | None, step: Step,
 ) -> None:  # fmt: skip
     """From arrived [rows, hidden] the gradient of y [rows, hidden] and, with weights, `dots`, that of the weights."""
-    counts, offsets = engine.state.filled(step)
-    columns = min(pow2(engine.hidden), 2048)
+    lengths, offsets = engine.state.filled(step)
+    groups, columns = lengths.numel(), min(pow2(engine.hidden), 2048)
     chunks = max(1, ceil_div(out.shape[0], 2))
     engine.launch(
         gradients.gradient_rows, min(chunks, engine.num_sms * (1 if engine.strict_sms else 8)),
-        arrived, y, weights, out, dots, counts, offsets, out.shape[0],
-        GROUPS=counts.numel(), GROUP_BINS=pow2(counts.numel()), ROWS=2, COLUMNS=columns, hidden=engine.hidden,
-        WEIGHTED=weights is not None, num_warps=8, enable_fp_fusion=False,
+        (groups, y is None, weights is None), (arrived, y, weights, out, dots, lengths, offsets, out.shape[0]),
+        lambda: ((), {
+            "GROUPS": groups, "GROUP_BINS": pow2(groups), "ROWS": 2, "COLUMNS": columns, "hidden": engine.hidden,
+            "WEIGHTED": weights is not None, "num_warps": 8, "enable_fp_fusion": False,
+        }),
     )  # fmt: skip

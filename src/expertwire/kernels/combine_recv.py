@@ -18,21 +18,21 @@ import triton
 import triton.language as tl
 
 from expertwire.kernels.combine_sum import sum_ranks, sum_rows
+from expertwire.kernels.counts import REFUSED, VOID
 from expertwire.kernels.profile import combine_gather_bytes
 from expertwire.kernels.routing import end_combine
 
 
 @triton.jit(do_not_specialize=["rank", "num_tokens", "timeout_us"], launch_metadata=combine_gather_bytes)
 def combine_gather(
-    y, source_bases, where, topk_weights, bias0, bias1, out, void, refused, word_bases, epochs, tickets,
-    dispatch_epochs, status, rank, num_tokens, timeout_us,
+    y, where, topk_weights, bias0, bias1, out, counts, num_tokens, timeout_us,
+    source_bases, word_bases, epochs, tickets, dispatch_epochs, status, rank,
     R: tl.constexpr, RANKS: tl.constexpr, SENDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     PARTS: tl.constexpr, hidden: tl.constexpr, WEIGHTED: tl.constexpr, NUM_BIASES: tl.constexpr, EXCHANGE: tl.constexpr,
     FINISH: tl.constexpr, BY_RANK: tl.constexpr,
 ):  # fmt: skip
     """`where` [T, SENDS] names a token's rows, -1 = none: `sends_to` of the plan; topk_weights [T, SENDS] if WEIGHTED;
-    out [T, hidden] bfloat16. y, source_bases, void and refused as in `combine_send`: if this step is refused, no rows
-    are read.
+    out [T, hidden] bfloat16. y, source_bases and counts as in `combine_send`: of a refused step no rows are read.
 
     PARTS blocks of COLUMNS columns make a row; a unit of work is ROWS tokens and one part. With FINISH the last block
     also signals that the views of the dispatch have been given back. BY_RANK is reduce="rank": same rows, same bytes,
@@ -40,7 +40,7 @@ def combine_gather(
     """
     row_bases = source_bases
     if R > 1:
-        num_tokens = tl.where(tl.load(refused) > 0, 0, num_tokens)
+        num_tokens = tl.where(tl.load(counts + REFUSED) > 0, 0, num_tokens)
     if EXCHANGE:
         row_bases = tl.load(source_bases + rank).to(tl.pointer_type(tl.int64))
     for unit in range(tl.program_id(0), tl.cdiv(num_tokens, ROWS) * PARTS, tl.num_programs(0)):
@@ -58,5 +58,5 @@ def combine_gather(
             )  # fmt: skip
     if R > 1:
         end_combine(
-            word_bases, epochs, tickets, dispatch_epochs, void, rank, status, timeout_us, R, RANKS, FINISH
+            word_bases, epochs, tickets, dispatch_epochs, counts + VOID, rank, status, timeout_us, R, RANKS, FINISH
         )  # fmt: skip

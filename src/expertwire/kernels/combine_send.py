@@ -16,24 +16,26 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from expertwire.kernels.counts import REFUSED, VOID
 from expertwire.kernels.routing import COMBINE_READY, await_peers, signal
 
 
 @triton.jit(do_not_specialize=["rank", "timeout_us"])
 def combine_send(
-    y, source_bases, void, refused, word_bases, epochs, status, rank, timeout_us,
+    y, counts, timeout_us, source_bases, word_bases, epochs, status, rank,
     R: tl.constexpr, RANKS: tl.constexpr, EXCHANGE: tl.constexpr, PUBLISH: tl.constexpr, RECEIVE: tl.constexpr,
+    AGAIN: tl.constexpr,
 ):  # fmt: skip
     """One block. y: this rank's rows [rows, hidden]. PUBLISH: the send half; RECEIVE: wait for everybody's.
 
     With EXCHANGE, where any address of one rank is good on all, the address of y is written into the table that every
     peer has at source_bases [R]. Without, source_bases are known addresses of every rank's rows.
 
-    If what came before is `void`, there is no combine. `refused` (if not None): whether there are no rows to be read,
-    because of that or since a peer refuses this step.
+    If the dispatch is VOID in `counts`, there is no combine. REFUSED is written: whether there are no rows to be read,
+    because of that or since a peer refuses this step. AGAIN: a second combine of a call, none if the first was REFUSED.
     """
     epoch = tl.load(epochs) + 1
-    refusals = tl.load(void)
+    refusals = tl.load(counts + (REFUSED if AGAIN else VOID))
     if refusals == 0:
         if PUBLISH:
             if EXCHANGE:
@@ -43,6 +45,5 @@ def combine_send(
             signal(word_bases, COMBINE_READY, epoch, 0, rank, R, RANKS)
         if RECEIVE:
             refusals = await_peers(word_bases, COMBINE_READY, epoch, rank, status, timeout_us, R, RANKS)
-    if RECEIVE:
-        if refused is not None:
-            tl.store(refused, refusals)
+    if RECEIVE and not AGAIN:
+        tl.store(counts + REFUSED, refusals)

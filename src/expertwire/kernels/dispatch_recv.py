@@ -14,13 +14,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from expertwire.kernels.counts import VOID
 from expertwire.kernels.routing import DONE, READY, await_peers, signal
 
 
 @triton.jit(do_not_specialize=["rank", "timeout_us"])
-def await_rows(word_bases, void, epochs, status, rank, timeout_us, R: tl.constexpr, RANKS: tl.constexpr):
-    """One block: wait for the rows of the step that was sent last in this bank; `void` is how many ranks refused it."""
-    tl.store(void, await_peers(word_bases, READY, tl.load(epochs), rank, status, timeout_us, R, RANKS))
+def await_rows(counts, timeout_us, word_bases, epochs, status, rank, R: tl.constexpr, RANKS: tl.constexpr):
+    """One block: wait for the rows of the step that was sent last in this bank; VOID of `counts` is written."""
+    tl.store(counts + VOID, await_peers(word_bases, READY, tl.load(epochs), rank, status, timeout_us, R, RANKS))
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -39,16 +40,16 @@ def export_values(values, out, size: tl.constexpr, SIZE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["group_rows"])
 def copy_rows(
-    source, out, counts, offsets, group_rows, GROUPS: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr,
+    source, out, lengths, offsets, group_rows, GROUPS: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr,
     units: tl.constexpr,
 ):  # fmt: skip
-    """source, out [rows, units]: copy the first counts[g] rows of each group g, which begins at offsets[g]."""
+    """source, out [rows, units]: copy the first lengths[g] rows of each group g, which begins at offsets[g]."""
     column = tl.arange(0, UNITS)[None, :]
     per_group = tl.cdiv(group_rows, ROWS)
     for unit in range(tl.program_id(0), GROUPS * per_group, tl.num_programs(0)):
         group = unit // per_group
         index = unit % per_group * ROWS + tl.arange(0, ROWS)
-        count = tl.load(counts + group)
+        count = tl.load(lengths + group)
         if unit % per_group * ROWS < count:
             row = tl.load(offsets + group).to(tl.int64) + index
             at = row[:, None] * units + column

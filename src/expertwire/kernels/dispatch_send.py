@@ -17,6 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from expertwire.kernels.counts import VOID
 from expertwire.kernels.memory import ticket_acq_rel
 from expertwire.kernels.place import place_experts
 from expertwire.kernels.profile import dispatch_send_bytes
@@ -52,8 +53,9 @@ def _copy_scales(
     do_not_specialize=["rank", "num_tokens", "sf_at", "meta_at", "timeout_us"], launch_metadata=dispatch_send_bytes
 )
 def dispatch_send(
-    x, sf_in, keys, block_counts, first_rows, home, addresses, sends_to, void, row_bases, word_bases, epochs, tickets,
-    status, rank, num_tokens, sf_at, meta_at, timeout_us,
+    x, sf_in, sends_to, counts, num_tokens, timeout_us,
+    keys, block_counts, first_rows, home, addresses, row_bases, word_bases, epochs, tickets, status, rank, sf_at,
+    meta_at,
     R: tl.constexpr, RANKS: tl.constexpr, E: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr,
     KEYS: tl.constexpr, PLACE: tl.constexpr, SENDS: tl.constexpr, ROWS: tl.constexpr, LINES: tl.constexpr,
     BLOCK: tl.constexpr, width: tl.constexpr, unit_bytes: tl.constexpr, sf_units: tl.constexpr,
@@ -63,7 +65,7 @@ def dispatch_send(
 
     A tile has ROWS * LINES lines of BLOCK columns, LINES of them a row. Scale factors: sf_units units of sf_unit_bytes
     a row, made here (FP8, one a line) or taken from sf_in [T, sf_units]. keys, block_counts, first_rows and home are of
-    the plan, None without PLACE. With RECEIVE, `void` is how many ranks refused the step.
+    the plan, which is finished here with PLACE. With RECEIVE, VOID of `counts` is written.
     """
     line = tl.arange(0, ROWS * LINES)
     column = (line % LINES)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -122,4 +124,4 @@ def dispatch_send(
             tl.store(epochs, epoch)
             signal(word_bases, READY, epoch, 0, rank, R, RANKS)
             if RECEIVE:
-                tl.store(void, await_peers(word_bases, READY, epoch, rank, status, timeout_us, R, RANKS))
+                tl.store(counts + VOID, await_peers(word_bases, READY, epoch, rank, status, timeout_us, R, RANKS))

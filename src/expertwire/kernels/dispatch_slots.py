@@ -15,6 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from expertwire.kernels.counts import NUM_ROWS, PER_RANK, per_expert, sent_to
 from expertwire.kernels.profile import dispatch_slots_bytes
 from expertwire.kernels.quantize import encode_blocks, load_blocks, store_scales
 from expertwire.kernels.routing import HOME_LOCAL, histogram, load_block, load_slots
@@ -23,7 +24,7 @@ from expertwire.kernels.tally import add_dropped, add_rows
 
 @triton.jit
 def _count(
-    topk_idx, expert_counts, rank_counts, sent, tally, home, num_tokens,
+    topk_idx, counts, tally, home, num_tokens,
     E: tl.constexpr, BINS: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Rows per local expert; and tokens with a selection, which is what there is of rows between ranks."""
@@ -31,11 +32,11 @@ def _count(
     found = histogram(tl.reshape(ids, [TOKENS * SLOTS]), TOKENS * SLOTS, BINS)
     expert = tl.arange(0, BINS)
     at_home = tl.load(home + expert, mask=expert < E, other=0)
-    tl.store(expert_counts + (at_home & HOME_LOCAL), found, mask=expert < E)
+    tl.store(per_expert(counts, 1) + (at_home & HOME_LOCAL), found, mask=expert < E)
     rows = tl.sum(tl.max((ids >= 0).to(tl.int32), axis=1), axis=0)
-    tl.store(rank_counts, rows)
-    tl.store(rank_counts + 1, rows)
-    tl.store(sent, rows)
+    tl.store(counts + PER_RANK, rows)
+    tl.store(counts + NUM_ROWS, rows)
+    tl.store(sent_to(counts, 1), rows)
     add_rows(tally, rows, rows, 0, 1, 1)
     add_dropped(tally, topk_idx, 0, num_tokens, ids, K, SLOTS, TOKENS, 1)
 
@@ -50,7 +51,7 @@ def _rows_before(ids, token, topk_idx, E: tl.constexpr, K: tl.constexpr, SLOTS: 
 
 @triton.jit(do_not_specialize=["num_tokens", "room"], launch_metadata=dispatch_slots_bytes)
 def dispatch_slots(
-    x, topk_idx, where, expert_counts, rank_counts, sent, tally, rows, sf, meta, home, num_tokens, room,
+    x, topk_idx, where, counts, num_tokens, tally, rows, sf, meta, home, room,
     E: tl.constexpr, BINS: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr,
     hidden: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
     FP8: tl.constexpr, UE8M0: tl.constexpr, sf_bytes: tl.constexpr,
@@ -62,9 +63,7 @@ def dispatch_slots(
     """
     block = tl.program_id(0)
     if block == 0:
-        _count(
-            topk_idx, expert_counts, rank_counts, sent, tally, home, num_tokens, E, BINS, K, SLOTS, TOKENS
-        )  # fmt: skip
+        _count(topk_idx, counts, tally, home, num_tokens, E, BINS, K, SLOTS, TOKENS)
     else:
         slot = tl.arange(0, SLOTS)
         for unit in range(block - 1, num_tokens * PARTS, tl.num_programs(0) - 1):

@@ -22,12 +22,12 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["num_rows"])
 def gradient_rows(
-    arrived, y, weights, out, dots, counts, offsets, num_rows,
+    arrived, y, weights, out, dots, lengths, offsets, num_rows,
     GROUPS: tl.constexpr, GROUP_BINS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, hidden: tl.constexpr,
     WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     """arrived, y, out [num_rows, hidden] bfloat16; weights, dots [num_rows] float32, if WEIGHTED. Group g begins at row
-    offsets[g] and has counts[g] rows that are filled, GROUPS of them, GROUP_BINS >= that."""
+    offsets[g] and has lengths[g] rows that are filled, GROUPS of them, GROUP_BINS >= that."""
     groups = tl.arange(0, GROUP_BINS)
     begins = tl.load(offsets + groups, mask=groups < GROUPS, other=0)
     for chunk in range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0)):
@@ -36,7 +36,7 @@ def gradient_rows(
         begun = (begins[None, :] <= row[:, None]) & (groups < GROUPS)[None, :]
         group = tl.maximum(tl.sum(begun.to(tl.int32), axis=1) - 1, 0)
         known = inside & (GROUPS > 0)
-        count = tl.load(counts + group, mask=known, other=0)
+        count = tl.load(lengths + group, mask=known, other=0)
         filled = row - tl.load(offsets + group, mask=known, other=0) < count
         if WEIGHTED:
             weight = tl.load(weights + row, mask=filled, other=0.0)

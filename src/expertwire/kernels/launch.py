@@ -1,12 +1,13 @@
-"""Starts kernels. What Triton finds out about the arguments at every launch is found out here once per kind of call.
+"""Starts kernels. What is the same for every call of a kind is found out once.
 
-Triton looks at each of some forty arguments and at its options anew whenever a kernel is started, which takes longer
-than the kernels run. Here a kernel is looked up by its constants and by what else decides how it is compiled: which
-arguments are None, and the types and 16-byte alignment of tensors. Then it is started with plain addresses.
+Triton looks at each of some forty arguments, and at its options, anew whenever a kernel is started, which takes longer
+than the kernels run. Here a caller says which kind of call it is, hands over what changes from call to call, and how to
+make the rest. The rest is made, and the kernel compiled, for the first call of the kind.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -15,48 +16,73 @@ from triton import knobs
 from triton.runtime import driver
 
 Kernel = Any  # a function under @triton.jit
+Changing = Sequence["torch.Tensor | int | None"]
+Rest = tuple[Sequence["torch.Tensor | int | None"], dict[str, Any]]
 
 
 class Launcher:
-    """`launch(kernel, grid, *arguments, **constants and launch options)` on the current stream.
+    """`launch(kernel, grid, kind, changing, rest)` on the current stream.
+
+    A kernel's parameters are those of `changing`, then those of `rest()[0]`, then constants, in `rest()[1]` with the
+    launch options. `kind` decides what `rest` returns, and dtypes and absence of tensors in `changing`; all of them
+    begin at multiples of 16 bytes. The interpreter, which makes the rest anew for every call, holds callers to that.
 
     While `compiling` is set, kernels are compiled and loaded only: no rank must compile while another waits for it.
     """
 
     def __init__(self) -> None:
         self.compiling = False
-        self._ready: dict[tuple[object, ...], tuple[Any, tuple[object, ...]]] = {}
+        self._ready: dict[tuple[Hashable, ...], Any] = {}
 
-    def __call__(self, kernel: Kernel, grid: int, *args: Any, **options: Any) -> None:
-        if not isinstance(kernel, triton.JITFunction):  # the interpreter's
-            if not self.compiling:
-                kernel[(grid,)](*args, **options)
+    def __call__(
+        self, kernel: Kernel, grid: int, kind: tuple[Hashable, ...], changing: Changing, rest: Callable[[], Rest]
+    ) -> None:
+        key = (kernel.fn, *kind)
+        if not isinstance(kernel, triton.JITFunction):
+            self._interpret(kernel, grid, key, changing, rest())
             return
-        values = [arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in args]
-        kinds = [
-            (arg.dtype, value % 16) if isinstance(arg, torch.Tensor) else None if arg is None else arg >> 31
-            for arg, value in zip(args, values, strict=True)
-        ]
-        key = (kernel.fn, *kinds, *options.values())
         found = self._ready.get(key)
         if found is None:
-            found = self._ready[key] = self._compile(kernel, grid, args, options)
-        if not self.compiling:
-            compiled, constants = found
-            if knobs.runtime.launch_enter_hook.calls:  # a profiler listens, and is told what `profile` says
-                compiled[(grid, 1, 1)](*values, *constants)
-                return
-            stream = driver.active.get_current_stream(driver.active.get_current_device())
-            compiled.run(
-                grid, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *values, *constants
-            )
+            found = self._ready[key] = self._compile(kernel, grid, changing, rest())
+        if self.compiling:
+            return
+        values: list[int | None] = []
+        for value in changing:
+            if isinstance(value, torch.Tensor):
+                value = value.data_ptr()
+                assert not value & 15, f"{kernel.fn.__name__}: argument {len(values)} is not aligned"
+            values.append(value)
+        compiled, others, _ = found
+        if knobs.runtime.launch_enter_hook.calls:  # a profiler listens, and is told what `profile` says
+            compiled[(grid, 1, 1)](*values, *others)
+            return
+        stream = driver.active.get_current_stream(driver.active.get_current_device())
+        compiled.run(
+            grid, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *values, *others
+        )
 
     def _compile(
-        self, kernel: Kernel, grid: int, args: tuple[Any, ...], options: dict[str, Any]
-    ) -> tuple[Any, tuple[object, ...]]:
-        """The kernel, loaded, and its constants in the order of its parameters."""
+        self, kernel: Kernel, grid: int, changing: Changing, rest: Rest
+    ) -> tuple[Any, tuple[object, ...], Sequence[object]]:
+        """The kernel, loaded; what follows the changing arguments; and what must live as long."""
+        fixed, options = rest
+        args = (*changing, *fixed)
         for parameter, arg in zip(kernel.params, args, strict=False):
             assert not isinstance(arg, int) or parameter.do_not_specialize, parameter.name
         compiled = kernel.warmup(*args, grid=(grid,), **options)
         compiled._init_handles()
-        return compiled, tuple(options[name] for name in kernel.arg_names[len(args) :])
+        constants = [options[name] for name in kernel.arg_names[len(args) :]]
+        return compiled, (*map(_value, fixed), *constants), fixed
+
+    def _interpret(self, kernel: Kernel, grid: int, key: tuple[Hashable, ...], changing: Changing, rest: Rest) -> None:
+        fixed, options = rest
+        types = [arg.dtype if isinstance(arg, torch.Tensor) else type(arg) for arg in changing]
+        seen = (types, [_value(arg) for arg in fixed], options)
+        known = self._ready.setdefault(key, seen)
+        assert seen == known, f"{kernel.fn.__name__}: two calls of the kind {key[1:]} differ: {known}, {seen}"
+        if not self.compiling:
+            kernel[(grid,)](*changing, *fixed, **options)
+
+
+def _value(arg: torch.Tensor | int | None) -> int | None:
+    return arg.data_ptr() if isinstance(arg, torch.Tensor) else arg

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from expertwire.formats import logfmt
+from expertwire.kernels.counts import REFUSED, VOID
 from expertwire.kernels.routing import WHERE_RANK, WHERE_ROW, end_combine
 
 GROUP = tl.constexpr(logfmt.GROUP)
@@ -78,7 +79,7 @@ def _codes(magnitude, amax, amin):
 
 @triton.jit(do_not_specialize=["num_rows"])
 def encode_rows(
-    rows, payload, sf, counts, offsets, num_rows,
+    rows, lengths, offsets, num_rows, payload, sf,
     GROUPS: tl.constexpr, GROUP_BINS: tl.constexpr, hidden: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """rows, payload [num_rows, hidden] bfloat16 as int16; sf [num_rows, 2 * ceil(hidden / 128)] int16. Only rows that
@@ -91,7 +92,7 @@ def encode_rows(
     v = tl.arange(0, 16)
     for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
         group = tl.maximum(tl.sum(((begins <= row) & (groups < GROUPS)).to(tl.int32), axis=0) - 1, 0)
-        count = tl.load(counts + group, mask=GROUPS > 0, other=0)
+        count = tl.load(lengths + group, mask=GROUPS > 0, other=0)
         if row - tl.load(offsets + group, mask=GROUPS > 0, other=0) < count:
             first = tl.zeros([1], tl.int64) + row
             for start in range(0, hidden, CHUNK):
@@ -158,8 +159,8 @@ def _load_chunk(row, sf, start, width, hidden: tl.constexpr, CHUNK: tl.constexpr
 
 @triton.jit(do_not_specialize=["rank", "num_tokens", "timeout_us", "sf_at"])
 def combine_logfmt(
-    row_bases, where, topk_weights, bias0, bias1, out, void, refused, word_bases, epochs, tickets, dispatch_epochs,
-    status, rank, num_tokens, timeout_us, sf_at,
+    where, topk_weights, bias0, bias1, out, counts, num_tokens, timeout_us,
+    row_bases, word_bases, epochs, tickets, dispatch_epochs, status, rank, sf_at,
     R: tl.constexpr, RANKS: tl.constexpr, SENDS: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
     hidden: tl.constexpr, WEIGHTED: tl.constexpr, NUM_BIASES: tl.constexpr, FINISH: tl.constexpr,
 ):  # fmt: skip
@@ -168,7 +169,7 @@ def combine_logfmt(
     sf_bytes: tl.constexpr = (hidden + GROUP - 1) // GROUP * 4
     per_chunk: tl.constexpr = CHUNK // GROUP
     if R > 1:
-        num_tokens = tl.where(tl.load(refused) > 0, 0, num_tokens)
+        num_tokens = tl.where(tl.load(counts + REFUSED) > 0, 0, num_tokens)
     inner = tl.arange(0, per_chunk)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     for unit in range(tl.program_id(0), num_tokens * PARTS, tl.num_programs(0)):
         token = unit // PARTS
@@ -194,5 +195,5 @@ def combine_logfmt(
         tl.store(out + at, total.to(tl.bfloat16), mask=inner < width)
     if R > 1:
         end_combine(
-            word_bases, epochs, tickets, dispatch_epochs, void, rank, status, timeout_us, R, RANKS, FINISH
+            word_bases, epochs, tickets, dispatch_epochs, counts + VOID, rank, status, timeout_us, R, RANKS, FINISH
         )  # fmt: skip

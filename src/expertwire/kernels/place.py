@@ -21,6 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from expertwire.kernels.counts import PER_RANK, sent_to
 from expertwire.kernels.memory import agree, ticket_acq_rel, wait
 from expertwire.kernels.routing import DONE, HOME_LOCAL, HOME_RANK, WHERE_RANK, WHERE_ROW, load_block, words_from
 from expertwire.kernels.tally import add_rows
@@ -67,7 +68,7 @@ def place_experts(
 
 @triton.jit(do_not_specialize=["num_tokens", "meta_at"])
 def place_ranks(
-    topk_idx, topk_weights, keys, block_counts, first_rows, home, row_bases, sends_to, addresses, num_tokens, meta_at,
+    topk_idx, topk_weights, sends_to, num_tokens, keys, block_counts, first_rows, home, row_bases, addresses, meta_at,
     R: tl.constexpr, RANKS: tl.constexpr, E: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr,
     SENDS: tl.constexpr, WEIGHTED: tl.constexpr, payload_bytes: tl.constexpr,
 ):  # fmt: skip
@@ -122,7 +123,7 @@ def place_ranks(
 
 @triton.jit(do_not_specialize=["num_slots"])
 def rows_of_slots(
-    owners, sends_to, where, num_slots, K: tl.constexpr, SENDS: tl.constexpr, ENTRIES: tl.constexpr
+    owners, sends_to, num_slots, where, K: tl.constexpr, SENDS: tl.constexpr, ENTRIES: tl.constexpr
 ):  # fmt: skip
     """COMPACT: where [T, K], each slot's row, from the rank that serves it: owners [T, K], -1 = none. num_slots: T * K.
 
@@ -141,15 +142,14 @@ def rows_of_slots(
 
 @triton.jit(do_not_specialize=["num_places", "rank", "timeout_us"])
 def address_rows(
-    sends_to, row_bases, addresses, sent, rank_counts, tally, word_bases, epochs, tickets, status, num_places, rank,
-    timeout_us,
+    sends_to, counts, num_places, timeout_us, row_bases, addresses, tally, word_bases, epochs, tickets, status, rank,
     R: tl.constexpr, RANKS: tl.constexpr, PLACES: tl.constexpr, payload_bytes: tl.constexpr,
 ):  # fmt: skip
     """Repeat a plan in another bank, whose rows the peers must have given back: sends_to -> addresses."""
     if tl.program_id(0) == 0:
         peers = tl.arange(0, RANKS)
-        sending = tl.load(sent + peers, mask=peers < R, other=0)
-        add_rows(tally, sending, tl.load(rank_counts + peers, mask=peers < R, other=0), 0, R, RANKS)
+        sending = tl.load(sent_to(counts, R) + peers, mask=peers < R, other=0)
+        add_rows(tally, sending, tl.load(counts + PER_RANK + peers, mask=peers < R, other=0), 0, R, RANKS)
     at = tl.program_id(0) * PLACES + tl.arange(0, PLACES)
     place = tl.load(sends_to + at, mask=at < num_places, other=-1)
     base = tl.load(row_bases + (tl.maximum(place, 0) >> WHERE_RANK), mask=place >= 0, other=0)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from expertwire.kernels.counts import NUM_ROWS, PER_RANK, per_expert, sent_to
 from expertwire.kernels.memory import exchange_release, pack_word, ticket_acq_rel
 from expertwire.kernels.routing import (
     COUNTS,
@@ -62,8 +63,8 @@ def _add_blocks(
 
 @triton.jit
 def _first_rows(
-    counts, expert, start, first_rows, expert_counts, padded_counts, offsets, rank, room, alignment, first_own, L,
-    void, E: tl.constexpr, EXPERTS: tl.constexpr, R: tl.constexpr, LAYOUT: tl.constexpr,
+    arrived, expert, start, first_rows, counts, rank, room, alignment, first_own, L, void, E: tl.constexpr,
+    EXPERTS: tl.constexpr, R: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
     """first_rows [E]: this rank's first row of each expert, and what this rank receives per local expert. Of a void
     step: -1, and nothing.
@@ -76,7 +77,7 @@ def _first_rows(
     before = tl.zeros([EXPERTS], tl.int32)
     known = tl.where(void > 0, 0, E)
     for source in range(R):
-        theirs = tl.load(counts + source * (E + R) + expert, mask=position < known, other=0)
+        theirs = tl.load(arrived + source * (E + R) + expert, mask=position < known, other=0)
         total += theirs
         before += tl.where(source < rank, theirs, 0)
     if LAYOUT == EXPERT_SLOTS:
@@ -90,25 +91,27 @@ def _first_rows(
         tl.store(first_rows + expert, tl.where(void > 0, -1, group + before), mask=mask)
     local = position - first_own
     mine = (local >= 0) & (local < L)
-    tl.store(expert_counts + local, total, mask=mine)
+    selections = per_expert(counts, R)
+    tl.store(selections + local, total, mask=mine)
     if LAYOUT != EXPERT_SLOTS:  # there, both are fixed
-        tl.store(padded_counts + local, padded, mask=mine)
-        tl.store(offsets + local + 1, group + padded, mask=mine)
-        tl.store(offsets, 0)
+        width = (L + 3) // 4 * 4
+        tl.store(selections + width + local, padded, mask=mine)
+        tl.store(selections + 2 * width + local + 1, group + padded, mask=mine)
+        tl.store(selections + 2 * width, 0)
 
 
 @triton.jit(do_not_specialize=["rank", "num_tokens", "num_blocks", "room", "alignment", "first_own", "L", "timeout_us"])
 def plan_count(
-    topk_idx, keys, owners, block_counts, totals, first_rows, expert_counts, padded_counts, offsets, rank_counts, sent,
-    tally, word_bases, count_bases, home, by_owner, owner_start, epochs, tickets, status,
-    rank, num_tokens, num_blocks, room, alignment, first_own, L, timeout_us,
+    topk_idx, owners, counts, num_tokens, num_blocks, alignment, timeout_us,
+    keys, block_counts, totals, first_rows, tally, word_bases, count_bases, home, by_owner, owner_start, epochs,
+    tickets, status, rank, room, first_own, L,
     R: tl.constexpr, RANKS: tl.constexpr, E: tl.constexpr, EXPERTS: tl.constexpr, EXPERT_BINS: tl.constexpr,
     RANK_BINS: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr, BLOCKS: tl.constexpr,
     COLUMNS: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
     """Block b counts tokens [b * TOKENS, (b + 1) * TOKENS). Writes keys [T, K]: the expert, or the rank for COMPACT,
     whose rows a selection is numbered among, -1 = none; for COMPACT also owners [T, K], the rank that serves it;
-    block_counts [num_blocks, E + R]; first_rows [E + R]; sent [R].
+    block_counts [num_blocks, E + R]; first_rows [E + R]; and `counts`.
 
     by_owner [E] are experts in order of (owner, local id), owner_start [E] the position of the owner's first one; those
     of this rank are L from position first_own on.
@@ -156,19 +159,18 @@ def plan_count(
             rows = tl.load(totals + E + peers, mask=mask, other=0)
             exchange_release(pointers, pack_word(epoch + tl.zeros([RANKS], tl.int64), rows), mask)
             void = await_peers(word_bases, COUNTS, epoch, rank, status, timeout_us, R, RANKS)
-        counts = tl.load(count_bases + rank).to(tl.pointer_type(tl.int32))
-        arriving = tl.load(counts + source * width + E + rank, mask=source < tl.where(void > 0, 0, R), other=0)
+        arrived = tl.load(count_bases + rank).to(tl.pointer_type(tl.int32))
+        arriving = tl.load(arrived + source * width + E + rank, mask=source < tl.where(void > 0, 0, R), other=0)
         before = tl.zeros([RANKS], tl.int32)
         for other in range(R):
-            theirs = tl.load(counts + other * width + E + source, mask=source < R, other=0)
+            theirs = tl.load(arrived + other * width + E + source, mask=source < R, other=0)
             before += tl.where(other < rank, theirs, 0)
         _first_rows(
-            counts, expert, start, first_rows, expert_counts, padded_counts, offsets, rank, room, alignment, first_own,
-            L, void, E, EXPERTS, R, LAYOUT,
+            arrived, expert, start, first_rows, counts, rank, room, alignment, first_own, L, void, E, EXPERTS, R, LAYOUT
         )  # fmt: skip
         tl.store(first_rows + E + source, tl.where(void > 0, -1, before), mask=source < R)
-        tl.store(rank_counts + source, arriving, mask=source < R)
-        tl.store(rank_counts + R, tl.sum(arriving, axis=0))
+        tl.store(counts + PER_RANK + source, arriving, mask=source < R)
+        tl.store(counts + NUM_ROWS, tl.sum(arriving, axis=0))
         sending = tl.load(totals + E + source, mask=source < R, other=0)
-        tl.store(sent + source, sending, mask=source < R)
+        tl.store(sent_to(counts, R) + source, sending, mask=source < R)
         add_rows(tally, sending, arriving, void, R, RANKS)

@@ -18,7 +18,7 @@ from expertwire.kernels.routing import COMBINE_READY, COUNTS, DONE, READY, await
 
 
 @triton.jit(do_not_specialize=["rank", "timeout_us"])
-def refuse_dispatch(word_bases, epochs, status, rank, timeout_us, R: tl.constexpr, RANKS: tl.constexpr):
+def refuse_dispatch(timeout_us, word_bases, epochs, status, rank, R: tl.constexpr, RANKS: tl.constexpr):
     """`protocols.counted.refuse`: waits for the bank as everybody does, but not for the peers."""
     epoch = tl.load(epochs) + 1
     await_peers(word_bases, DONE, epoch - 1, rank, status, timeout_us, R, RANKS)
@@ -29,7 +29,7 @@ def refuse_dispatch(word_bases, epochs, status, rank, timeout_us, R: tl.constexp
 
 
 @triton.jit(do_not_specialize=["rank", "timeout_us"])
-def refuse_combine(word_bases, epochs, status, rank, timeout_us, R: tl.constexpr, RANKS: tl.constexpr):
+def refuse_combine(timeout_us, word_bases, epochs, status, rank, R: tl.constexpr, RANKS: tl.constexpr):
     """Ends as combine does, when all peers are through with this step."""
     epoch = tl.load(epochs) + 1
     signal(word_bases, COMBINE_READY, epoch, -1, rank, R, RANKS)

@@ -40,7 +40,7 @@ class DeviceRuntime:
         self._told = self._refusals.copy()
         on_cuda = engine.state.device.type == "cuda"
         self._pinned = torch.zeros(
-            max(engine.state.num_counts, 2 * engine.state.tally.numel()), dtype=torch.int32, pin_memory=on_cuda
+            max(engine.state.parts.size, 2 * engine.state.tally.numel()), dtype=torch.int32, pin_memory=on_cuda
         )
         self.timeout_s = timeout_s
         self.compile(self._always)
@@ -50,7 +50,7 @@ class DeviceRuntime:
         for lane in LANES:
             self.engine.refuse(lane, 0)
         self.engine.give_back(0)
-        for values in (self.engine.state.int32([0, 0]), self.engine.state.int32([0] * self.engine.state.num_counts)):
+        for values in (self.engine.state.int32([0, 0]), self.engine.state.int32([0] * self.engine.state.parts.size)):
             self.engine.export(values, self._pinned)
         self.engine.export(self.engine.state.tally.view(torch.int32), self._pinned)
 
@@ -62,7 +62,7 @@ class DeviceRuntime:
     @timeout_s.setter
     def timeout_s(self, value: float | None) -> None:
         self._timeout_s = value
-        self.engine.timeout_us = _MOST_US if value is None else max(1, min(_MOST_US, round(value * 1e6)))
+        self.engine.state.timeout_us = _MOST_US if value is None else max(1, min(_MOST_US, round(value * 1e6)))
 
     def knows(self, kind: tuple[object, ...]) -> bool:
         """Whether a call of this kind may be launched as it is."""

@@ -12,6 +12,7 @@ from expertwire.errors import GroupMismatch, TransportUnavailable
 from expertwire.formats import BF16, FP8Block, LogFMT10, WireFormat
 from expertwire.layouts.device_window import DeviceWindow, RowRegion, row_region
 from expertwire.layouts.receive import Layout
+from expertwire.layouts.step_counts import NUM_ROWS, REFUSED, VOID, StepCounts
 from expertwire.topology import Placement
 
 
@@ -122,31 +123,58 @@ class Step:
     alignment: int
     sends_to: torch.Tensor  # [T, K] where each slot's row is; COMPACT [T, min(K, R)]: each place once, by highest slot
     owners: torch.Tensor | None  # [T, K], COMPACT: the rank that serves each slot, -1 = none
-    counts: torch.Tensor  # what of the following is filled in by this step, in one piece
-    expert_counts: torch.Tensor
-    padded_counts: torch.Tensor
-    offsets: torch.Tensor
-    rank_counts: torch.Tensor
-    num_rows: torch.Tensor  # [1]: arrived rows, one per (token, rank)
-    void: torch.Tensor  # [1]: how many ranks refused the dispatch that was made last with this plan
-    refused: torch.Tensor  # [1]: and how many its combine, or else the dispatch
-    sent: torch.Tensor  # [R]: rows sent to each rank
+    counts: torch.Tensor  # whose parts are named by `parts`
+    parts: StepCounts
+    fixed: tuple[torch.Tensor, torch.Tensor] | None  # EXPERT_SLOTS: padded counts and offsets of every step
     topk_idx: torch.Tensor
     topk_weights: torch.Tensor | None
+
+    @property
+    def expert_counts(self) -> torch.Tensor:
+        return self.counts[self.parts.per_expert]
+
+    @property
+    def padded_counts(self) -> torch.Tensor:
+        return self.counts[self.parts.padded] if self.fixed is None else self.fixed[0]
+
+    @property
+    def offsets(self) -> torch.Tensor:
+        return self.counts[self.parts.offsets] if self.fixed is None else self.fixed[1]
+
+    @property
+    def rank_counts(self) -> torch.Tensor:
+        return self.counts[self.parts.per_rank]
+
+    @property
+    def num_rows(self) -> torch.Tensor:
+        """[1] rows that arrived, one per (token, rank)."""
+        return self.counts[NUM_ROWS : NUM_ROWS + 1]
+
+    @property
+    def void(self) -> torch.Tensor:
+        """[1]"""
+        return self.counts[VOID : VOID + 1]
+
+    @property
+    def refused(self) -> torch.Tensor:
+        """[1]"""
+        return self.counts[REFUSED : REFUSED + 1]
 
 
 class DeviceState:
     """Tables and memory of one rank. Creation is collective."""
 
     def __init__(
-        self, memory: DeviceMemory, placement: Placement, *, capacity: int, hidden: int, num_topk: int, num_banks: int
-    ) -> None:
+        self, memory: DeviceMemory, placement: Placement, *, capacity: int, hidden: int, num_topk: int, num_banks: int,
+        timeout_us: int,
+    ) -> None:  # fmt: skip
         self.memory, self.device = memory, memory.device
         self.rank, self.num_ranks = memory.rank, memory.num_ranks
         self.capacity, self.hidden, self.num_topk, self.num_banks = capacity, hidden, num_topk, num_banks
-        self.num_experts = placement.num_experts
+        self.num_experts, self.timeout_us = placement.num_experts, timeout_us
         per_rank = [len(placement.local_experts(rank)) for rank in range(self.num_ranks)]
         self.num_local_experts, self.most_local_experts = per_rank[self.rank], max(per_rank)
+        self.parts = StepCounts(self.num_ranks, self.num_local_experts)
         self.window = DeviceWindow(self.num_ranks, self.num_experts, num_banks)
         self._own, addresses = memory.allocate(self.window.total_bytes)
         on_cuda = self.device.type == "cuda"
@@ -176,7 +204,7 @@ class DeviceState:
         self.slot_rooms = self.int32([room] * self.num_local_experts)
         self.tally = self.int64([0] * (2 * self.num_ranks + 1))
         self._places: dict[tuple[object, ...], Places] = {}
-        self._scratch: dict[str, torch.Tensor] = {}
+        self._scratch: dict[tuple[str, int], torch.Tensor] = {}
         # One record per peer of the wait that gave up; in front of them the address of their mirror in host memory.
         self.mirror = torch.zeros(self.num_ranks, 4, dtype=torch.int64, pin_memory=on_cuda)
         records = self.int64([self.mirror.data_ptr(), 0, 0, 0] + [0] * 4 * self.num_ranks)
@@ -192,11 +220,10 @@ class DeviceState:
         return torch.empty(shape, dtype=dtype, device=self.device)
 
     def scratch(self, name: str, dtype: torch.dtype, size: int) -> torch.Tensor:
-        """Memory that launches of one stream may share."""
-        found = self._scratch.get(name)
-        if found is None or found.numel() < size:
-            found = self._scratch[name] = self.empty(dtype, size)
-        return found
+        """Memory that launches of one stream may share: always the same for the same name and size."""
+        if (name, size) not in self._scratch:
+            self._scratch[name, size] = self.empty(dtype, size)
+        return self._scratch[name, size]
 
     def region(self, layout: Layout, rows: Rows, alignment: int) -> RowRegion:
         """The same on all ranks, also where experts are spread unevenly."""
@@ -276,32 +303,18 @@ class DeviceState:
         regions = sum(places.region.total_bytes * self.num_banks for places in self._places.values())
         return self.window.total_bytes + regions
 
-    def parts(self, values: list[int]) -> tuple[list[int], list[int], list[int], int, int]:
+    def known(self, values: list[int]) -> tuple[list[int], list[int], list[int], int, int]:
         """Of a step's `counts`: per expert, padded, per rank, rows, and how many ranks refused the dispatch."""
-        experts, ranks = self.num_local_experts, 3 * self.num_local_experts + 1
-        rows = ranks + self.num_ranks
-        return values[:experts], values[experts : 2 * experts], values[ranks:rows], values[rows], values[rows + 1]
-
-    @property
-    def num_counts(self) -> int:
-        """How many int32 a step's `counts` are."""
-        return 3 * self.num_local_experts + 4 + 2 * self.num_ranks
+        parts = self.parts
+        return values[parts.per_expert], values[parts.padded], values[parts.per_rank], values[NUM_ROWS], values[VOID]
 
     def step(
         self, bank: int, layout: Layout, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None, alignment: int = 1
     ) -> Step:
         """The tensors that one dispatch fills."""
-        num_local, ranks, num_tokens = self.num_local_experts, self.num_ranks, topk_idx.shape[0]
-        compact = layout is Layout.COMPACT
+        num_tokens, ranks, compact = topk_idx.shape[0], self.num_ranks, layout is Layout.COMPACT
         sends_to = self.empty(torch.int64, num_tokens, min(ranks, self.num_topk) if compact else self.num_topk)
         owners = self.empty(torch.int32, num_tokens, self.num_topk) if compact else None
-        counts = self.empty(torch.int32, self.num_counts)
-        expert_counts, padded, offsets, rank_counts, num_rows, void, refused, sent = torch.split_with_sizes(
-            counts, (num_local, num_local, num_local + 1, ranks, 1, 1, 1, ranks)
-        )
-        if layout is Layout.EXPERT_SLOTS:
-            padded, offsets = self.slot_rooms, self.slot_offsets
-        return Step(
-            bank, layout, alignment, sends_to, owners, counts, expert_counts, padded, offsets, rank_counts,
-            num_rows, void, refused, sent, topk_idx, topk_weights,
-        )  # fmt: skip
+        counts = self.empty(torch.int32, self.parts.size)
+        fixed = (self.slot_rooms, self.slot_offsets) if layout is Layout.EXPERT_SLOTS else None
+        return Step(bank, layout, alignment, sends_to, owners, counts, self.parts, fixed, topk_idx, topk_weights)

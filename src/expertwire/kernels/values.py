@@ -20,6 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from expertwire.kernels.counts import REFUSED
 from expertwire.kernels.routing import WHERE_RANK, WHERE_ROW, end_combine
 
 
@@ -31,7 +32,7 @@ def _addresses(value_bases, place, column, WIDTH: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["num_values"])
-def send_values(values, where, value_bases, num_values, K: tl.constexpr, WIDTH: tl.constexpr, ENTRIES: tl.constexpr):
+def send_values(values, where, num_values, value_bases, K: tl.constexpr, WIDTH: tl.constexpr, ENTRIES: tl.constexpr):
     """values [T, K], num_values = T * K. The rows' bank must have been given back by the peers."""
     entry = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES).to(tl.int64)
     slot = entry // WIDTH  # of `where`, whose row is written
@@ -46,13 +47,13 @@ def send_values(values, where, value_bases, num_values, K: tl.constexpr, WIDTH: 
 
 @triton.jit(do_not_specialize=["num_values", "rank", "timeout_us"])
 def combine_values(
-    value_bases, where, out, void, word_bases, epochs, tickets, status, num_values, rank, timeout_us,
+    where, out, counts, num_values, timeout_us, value_bases, word_bases, epochs, tickets, status, rank,
     R: tl.constexpr, RANKS: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """out [T, K]: the values at the rows, 0 where nothing was sent. num_values = T * K. Nothing, if the combine of the
-    rows before it was `void`."""
+    rows before it was REFUSED."""
     if R > 1:
-        num_values = tl.where(tl.load(void) == 0, num_values, 0)
+        num_values = tl.where(tl.load(counts + REFUSED) == 0, num_values, 0)
     for chunk in range(tl.program_id(0), tl.cdiv(num_values, ENTRIES), tl.num_programs(0)):
         entry = chunk * ENTRIES + tl.arange(0, ENTRIES).to(tl.int64)
         place = tl.load(where + entry, mask=entry < num_values, other=-1)
@@ -60,4 +61,6 @@ def combine_values(
         value = tl.load(_addresses(value_bases, place, column, WIDTH), mask=place >= 0, other=0.0)
         tl.store(out + entry, value, mask=entry < num_values)
     if R > 1:
-        end_combine(word_bases, epochs, tickets, epochs, void, rank, status, timeout_us, R, RANKS, False)
+        end_combine(
+            word_bases, epochs, tickets, epochs, counts + REFUSED, rank, status, timeout_us, R, RANKS, False
+        )  # fmt: skip

@@ -7,6 +7,7 @@ import torch
 from expertwire._math import ceil_div
 from expertwire.kernels import logfmt
 from expertwire.kernels.engine import DeviceEngine, Places, Step
+from expertwire.kernels.launch import Rest
 from expertwire.kernels.tiles import pow2
 
 WARPS = 4
@@ -18,16 +19,20 @@ def _chunk(hidden: int) -> int:
 
 def encode_rows(engine: DeviceEngine, y: torch.Tensor, memory: Places, step: Step) -> None:
     """The rows that a step filled, of y [rows, hidden] bfloat16, into `memory`, which peers read."""
-    counts, offsets = engine.state.filled(step)
-    sf = memory.sf(step.bank)
-    assert sf is not None
-    num_rows = y.numel() // engine.hidden
+    lengths, offsets = engine.state.filled(step)
+    groups, num_rows = lengths.numel(), y.numel() // engine.hidden
+
+    def rest() -> Rest:
+        sf = memory.sf(step.bank)
+        assert sf is not None
+        return (memory.payload(step.bank).view(torch.int16), sf.view(torch.int16)), {
+            "GROUPS": groups, "GROUP_BINS": pow2(groups), "hidden": engine.hidden, "CHUNK": _chunk(engine.hidden),
+            "num_warps": WARPS, "enable_fp_fusion": False,
+        }  # fmt: skip
+
     engine.launch(
         logfmt.encode_rows, max(1, min(num_rows, engine.num_sms * (1 if engine.strict_sms else 8))),
-        y.view(torch.int16), memory.payload(step.bank).view(torch.int16), sf.view(torch.int16), counts, offsets,
-        num_rows,
-        GROUPS=counts.numel(), GROUP_BINS=pow2(counts.numel()), hidden=engine.hidden, CHUNK=_chunk(engine.hidden),
-        num_warps=WARPS, enable_fp_fusion=False,
+        (memory, step.bank, groups), (y.view(torch.int16), lengths, offsets, num_rows), rest,
     )  # fmt: skip
 
 
@@ -40,13 +45,21 @@ def combine_encoded(
     parts = ceil_div(engine.hidden, chunk)
     units = max(1, num_tokens * parts)
     engine.combine_ready(memory.payload(step.bank), memory, step, publish=publish)
-    two = (*biases, None, None)[:2]
+    weights, two, state = step.topk_weights if weighted else None, (*biases, None, None)[:2], engine.state
+
+    def rest() -> Rest:
+        fixed = (
+            memory.bases[step.bank], bank.words, bank.combine_epoch, bank.combine_ticket, bank.epoch, state.status,
+            engine.rank, memory.region.sf,
+        )  # fmt: skip
+        return fixed, {
+            "R": engine.num_ranks, "RANKS": pow2(engine.num_ranks), "SENDS": step.sends_to.shape[1], "CHUNK": chunk,
+            "PARTS": parts, "hidden": engine.hidden, "WEIGHTED": weighted, "NUM_BIASES": len(biases), "FINISH": finish,
+            "num_warps": WARPS, "enable_fp_fusion": False,
+        }  # fmt: skip
+
     engine.launch(
         logfmt.combine_logfmt, min(units, engine.num_sms) if engine.strict_sms else units,
-        memory.bases[step.bank], step.sends_to, step.topk_weights if weighted else None, *two, out,
-        step.void, step.refused, bank.words, bank.combine_epoch, bank.combine_ticket, bank.epoch, engine.state.status,
-        engine.rank, num_tokens, engine.timeout_us, memory.region.sf,
-        R=engine.num_ranks, RANKS=pow2(engine.num_ranks), SENDS=step.sends_to.shape[1], CHUNK=chunk, PARTS=parts,
-        hidden=engine.hidden, WEIGHTED=weighted, NUM_BIASES=len(biases), FINISH=finish,
-        num_warps=WARPS, enable_fp_fusion=False,
+        (memory, step.bank, weighted, len(biases), finish),
+        (step.sends_to, weights, *two, out, step.counts, num_tokens, state.timeout_us), rest,
     )  # fmt: skip

@@ -1,0 +1,26 @@
+"""The parts of a step's counts for kernels: `layouts.step_counts`. Worked example: there."""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from expertwire.layouts import step_counts
+
+NUM_ROWS = tl.constexpr(step_counts.NUM_ROWS)
+VOID = tl.constexpr(step_counts.VOID)
+REFUSED = tl.constexpr(step_counts.REFUSED)
+PER_RANK = tl.constexpr(step_counts.PER_RANK)
+
+
+@triton.jit
+def sent_to(counts, R: tl.constexpr):
+    """Pointer to the rows sent to each rank."""
+    return counts + PER_RANK + (R + 3) // 4 * 4
+
+
+@triton.jit
+def per_expert(counts, R: tl.constexpr):
+    """Pointer to the selections of each local expert."""
+    return counts + PER_RANK + (R + 3) // 4 * 8

@@ -1,0 +1,135 @@
+"""Launches the kernels of a plan: where every row goes, and what arrives."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from expertwire._math import ceil_div
+from expertwire.kernels.launch import Launcher, Rest
+from expertwire.kernels.place import address_rows, place_ranks, rows_of_slots
+from expertwire.kernels.plan import COMPACT, EXPERT_MAJOR, EXPERT_SLOTS, plan_count
+from expertwire.kernels.state import DeviceState, Places, Step
+from expertwire.kernels.tiles import MAX_ROWS, pow2
+from expertwire.layouts.receive import Layout
+
+LAYOUTS = {
+    Layout.COMPACT: COMPACT.value,
+    Layout.EXPERT_MAJOR: EXPERT_MAJOR.value,
+    Layout.EXPERT_SLOTS: EXPERT_SLOTS.value,
+}
+COUNTED_TOKENS = 64
+
+
+class Plan(NamedTuple):
+    """What `send` has to know of a plan: how many tokens were counted together, and whether it finds their places."""
+
+    tokens: int = MAX_ROWS
+    unplaced: bool = False
+
+
+class Planner:
+    """Makes the plans of one rank. They lie in memory that the next plan overwrites."""
+
+    def __init__(self, state: DeviceState, launch: Launcher) -> None:
+        self.state, self.launch = state, launch
+        self._ranks, self._slots = pow2(state.num_ranks), pow2(state.num_topk)
+        self._counted = {compact: self._counted_together(compact) for compact in (False, True)}
+
+    def _counted_together(self, compact: bool) -> int:
+        """How many tokens a block of `plan_count` counts."""
+        capacity, per_token = self.state.capacity, self._slots * max(self._slots, self._ranks if compact else 0)
+        tokens = max(1, min(128 if compact else COUNTED_TOKENS, 8192 // per_token))
+        while ceil_div(capacity, tokens) > 256 and tokens * per_token < 1 << 15:
+            tokens *= 2
+        return tokens
+
+    def block_counts(self, tokens: int) -> tuple[torch.Tensor, ...]:
+        """Between the kernels of a plan: keys, counts of blocks, sums of these, first rows."""
+        state = self.state
+        width, blocks = state.num_experts + state.num_ranks, ceil_div(state.capacity, tokens)
+        sizes = {"keys": state.capacity * state.num_topk, "block_counts": blocks * width}
+        sizes |= {"totals": width, "first_rows": width}
+        return tuple(state.scratch(name, torch.int32, size) for name, size in sizes.items())
+
+    def plan(self, step: Step, places: Places) -> Plan:
+        """Counts and their exchange; for COMPACT also every selection's row and its routing at the destination."""
+        state, bank, ids, weights = self.state, self.state.banks[step.bank], step.topk_idx, step.topk_weights
+        compact, num_tokens, num_places = step.layout is Layout.COMPACT, ids.shape[0], step.sends_to.shape[1]
+        tokens = self._counted[compact]
+        num_blocks = max(1, ceil_div(num_tokens, tokens))
+
+        def rest_of_count() -> Rest:
+            keys, block_counts, totals, first_rows = self.block_counts(tokens)
+            blocks, experts = pow2(ceil_div(state.capacity, tokens)), pow2(state.num_experts)
+            fixed = (
+                keys, block_counts, totals, first_rows, state.tally, bank.words, bank.counts, state.home,
+                state.by_owner, state.owner_start, bank.epoch, bank.ticket, state.status, state.rank,
+                state.num_ranks * state.capacity, state.first_own, state.num_local_experts,
+            )  # fmt: skip
+            return fixed, {
+                "R": state.num_ranks, "RANKS": self._ranks, "E": state.num_experts, "EXPERTS": experts,
+                "EXPERT_BINS": pow2(state.num_experts + 1), "RANK_BINS": pow2(state.num_ranks + 1), "K": state.num_topk,
+                "SLOTS": self._slots, "TOKENS": tokens, "BLOCKS": blocks,
+                "COLUMNS": min(experts, max(16, 32768 // blocks)), "LAYOUT": LAYOUTS[step.layout], "num_warps": 16,
+            }  # fmt: skip
+
+        self.launch(
+            plan_count, num_blocks, (step.bank, step.layout, ids.dtype),
+            (ids, step.owners, step.counts, num_tokens, num_blocks, step.alignment, state.timeout_us), rest_of_count,
+        )  # fmt: skip
+        if not compact:
+            return Plan(tokens, unplaced=True)
+
+        def rest_of_place() -> Rest:
+            keys, block_counts, _, first_rows = self.block_counts(tokens)
+            bases = places.bases[step.bank]
+            return (keys, block_counts, first_rows, state.home, bases, self.addresses, places.region.meta), {
+                "R": state.num_ranks, "RANKS": self._ranks, "E": state.num_experts, "K": state.num_topk,
+                "SLOTS": self._slots, "TOKENS": tokens, "SENDS": num_places, "WEIGHTED": weights is not None,
+                "payload_bytes": places.rows.payload_bytes, "num_warps": 8,
+            }  # fmt: skip
+
+        self.launch(
+            place_ranks, num_blocks, (places, step.bank, ids.dtype, weights is None),
+            (ids, weights, step.sends_to, num_tokens), rest_of_place,
+        )  # fmt: skip
+        return Plan()
+
+    @property
+    def addresses(self) -> torch.Tensor:
+        """Of every place of a token: int64 [T, SENDS], 0 = none."""
+        return self.state.scratch("addresses", torch.int64, self.state.capacity * self.state.num_topk)
+
+    def rows_of_slots(self, step: Step) -> torch.Tensor:
+        """[T, K] where each slot's row is; of COMPACT in memory that the next call of this overwrites."""
+        if step.owners is None:
+            return step.sends_to
+        state, num_slots, num_places = self.state, step.owners.numel(), step.sends_to.shape[1]
+        where = state.scratch("rows_of_slots", torch.int64, state.capacity * state.num_topk)
+        self.launch(
+            rows_of_slots, max(1, ceil_div(num_slots, 1024)), (), (step.owners, step.sends_to, num_slots),
+            lambda: ((where,), {"K": state.num_topk, "SENDS": num_places, "ENTRIES": 1024, "num_warps": 8}),
+        )  # fmt: skip
+        return where[:num_slots]
+
+    def repeat(self, step: Step, places: Places) -> Plan:
+        """An earlier plan, in the bank of this step."""
+        state, bank, num_places = self.state, self.state.banks[step.bank], step.sends_to.numel()
+
+        def rest() -> Rest:
+            fixed = (
+                places.bases[step.bank], self.addresses, state.tally, bank.words, bank.epoch, bank.ticket,
+                state.status, state.rank,
+            )  # fmt: skip
+            return fixed, {
+                "R": state.num_ranks, "RANKS": self._ranks, "PLACES": 4096, "payload_bytes": places.rows.payload_bytes,
+                "num_warps": 8,
+            }  # fmt: skip
+
+        self.launch(
+            address_rows, max(1, ceil_div(num_places, 4096)), (places, step.bank),
+            (step.sends_to, step.counts, num_places, state.timeout_us), rest,
+        )  # fmt: skip
+        return Plan()

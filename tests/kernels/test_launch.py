@@ -1,0 +1,62 @@
+"""What the launcher holds its callers to."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="triton is not installed")
+
+from expertwire.kernels import launch  # noqa: E402
+from expertwire.kernels.dispatch_recv import give_back  # noqa: E402
+
+
+class Interpreted:
+    """A kernel of the interpreter, which notes what it is called with."""
+
+    def fn(self):
+        """The function, of which only the name counts."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __getitem__(self, grid):
+        return lambda *args, **options: self.calls.append((grid, args, options))
+
+
+def test_the_interpreter_sees_everything_in_order():
+    kernel, start = Interpreted(), launch.Launcher()
+    start(kernel, 3, ("kind",), (1, None), lambda: ((2,), {"SIZE": 8}))
+    assert kernel.calls == [((3,), (1, None, 2), {"SIZE": 8})]
+
+
+@pytest.mark.parametrize(
+    ("changing", "rest"),
+    [
+        ((torch.zeros(1),), ((2,), {"SIZE": 8})),
+        ((None,), ((2,), {"SIZE": 8})),
+        ((torch.zeros(1, dtype=torch.int32),), ((3,), {"SIZE": 8})),
+        ((torch.zeros(1, dtype=torch.int32),), ((2,), {"SIZE": 9})),
+    ],
+)
+def test_a_kind_that_says_too_little_is_noticed(changing, rest):
+    kernel, start = Interpreted(), launch.Launcher()
+    first = torch.zeros(4, dtype=torch.int32)
+    start(kernel, 1, (), (first,), lambda: ((2,), {"SIZE": 8}))
+    start(kernel, 1, (), (first[1:],), lambda: ((2,), {"SIZE": 8}))
+    with pytest.raises(AssertionError, match="two calls of the kind"):
+        start(kernel, 1, (), changing, lambda: rest)
+    start(kernel, 1, ("another",), changing, lambda: rest)
+    assert len(kernel.calls) == 3
+
+
+def test_arguments_are_aligned(monkeypatch):
+    compiled = SimpleNamespace(function=0, packed_metadata=0, run=lambda *args: started.append(args[9:]))
+    active = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda device: 0)
+    monkeypatch.setattr(launch, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(launch.Launcher, "_compile", lambda self, *args: (compiled, ("rest",), ()))
+    started, start, memory = [], launch.Launcher(), torch.zeros(8, dtype=torch.int32)
+    start(give_back, 1, (), (memory, memory[4:], memory[1:1]), tuple)
+    assert started == [(memory.data_ptr(), memory.data_ptr() + 16, 0, "rest")]
+    with pytest.raises(AssertionError, match="give_back: argument 1 is not aligned"):
+        start(give_back, 1, (), (memory, memory[1:]), tuple)
