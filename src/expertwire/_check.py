@@ -34,17 +34,21 @@ class Settings:
     placement: Placement
 
 
-def integer(name: str, value: object, low: int, high: int) -> int:
+def integer(name: str, value: object, low: int, high: int, rank: int | None = None) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise InvalidArgument(f"{name} must be an int, got {value!r}")
+        raise InvalidArgument(f"{_of(rank)}{name} must be an int, got {value!r}")
     if not low <= value <= high:
-        raise InvalidArgument(f"{name} must be in [{low}, {high}], got {value}")
+        raise InvalidArgument(f"{_of(rank)}{name} must be in [{low}, {high}], got {value}")
     return value
 
 
-def choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
+def choice(name: str, value: object, allowed: tuple[object, ...], rank: int | None = None) -> None:
     if value not in allowed:
-        raise InvalidArgument(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+        raise InvalidArgument(f"{_of(rank)}{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def _of(rank: int | None) -> str:
+    return "" if rank is None else f"rank {rank}: "
 
 
 def shape(num_experts: Any, hidden: Any, num_topk: Any, num_max_tokens_per_rank: Any, max_in_flight: Any) -> None:
@@ -67,8 +71,6 @@ _device = lru_cache(torch.device)
 
 
 def _fits(shape: torch.Size, dims: tuple[int | None, ...]) -> bool:
-    if shape == dims:
-        return True
     return len(shape) == len(dims) and all(d is None or d == n for d, n in zip(dims, shape, strict=True))
 
 
@@ -78,10 +80,11 @@ def tensor(
     value: Any,
     dtypes: tuple[torch.dtype, ...] | None,
     dims: tuple[int | None, ...],
-    meaning: str,
+    meaning: str = "{}",
     device: str = "cpu",
 ) -> torch.Tensor:
-    """A contiguous tensor on `device`, of one of `dtypes` (None: any) and of shape `dims` (None: any size)."""
+    """A contiguous tensor on `device`, of one of `dtypes` (None: any) and of shape `dims` (None: any size), which
+    errors describe by `meaning`, with `dims` in place of {}."""
     problem = _problem(name, value, dtypes, dims, meaning, device)
     if problem is not None:
         raise InvalidArgument(f"rank {rank}: {name} must {problem}")
@@ -95,7 +98,7 @@ def _problem(
 ) -> str | None:  # fmt: skip
     """The first rule that an argument of `tensor` breaks; no text is made where there is none."""
     if not isinstance(value, torch.Tensor):
-        return f"be a tensor {meaning}, got {type(value).__name__}"
+        return f"be a tensor {meaning.format(list(dims))}, got {type(value).__name__}"
     if dtypes is not None and value.dtype not in dtypes:
         names = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
         return f"have dtype {names}, got {str(value.dtype).removeprefix('torch.')}"
@@ -104,8 +107,8 @@ def _problem(
         return f"be on the buffer's device {device!r}, got {str(seen)!r}"
     if value.layout is not torch.strided:
         return f"be a dense tensor, got {value.layout}"
-    if not _fits(value.shape, dims):
-        return f"have shape {meaning}, got {list(value.shape)}"
+    if value.shape != dims and not _fits(value.shape, dims):
+        return f"have shape {meaning.format(list(dims))}, got {list(value.shape)}"
     if not value.is_contiguous():
         return f"be contiguous, got strides {value.stride()}; pass {name}.contiguous()"
     return None
@@ -119,20 +122,24 @@ def tokens(rank: int, name: str, num_tokens: int, capacity: int) -> None:
         )
 
 
-def dispatch_options(rank: int, layout: object, expert_alignment: object, counts: object, wire: object) -> None:
+def dispatch_options(rank: int, layout: object, expert_alignment: object, counts: object, wire: object) -> Layout:
+    """The layout, which may be given by its name."""
     if not isinstance(layout, Layout):
-        choice(f"rank {rank}: layout", layout, tuple(Layout))
-    if counts not in ("host", "device"):
-        choice(f"rank {rank}: counts", counts, ("host", "device"))
-    integer(f"rank {rank}: expert_alignment", expert_alignment, 1, 1 << 20)
+        choice("layout", layout, tuple(Layout), rank)
+        layout = Layout(str(layout))
+    choice("counts", counts, ("host", "device"), rank)
+    integer("expert_alignment", expert_alignment, 1, 1 << 20, rank)
     if wire is not None and not isinstance(wire, (BF16, FP8Block)):
         raise InvalidArgument(f"rank {rank}: wire must be None, ew.BF16() or ew.FP8Block(...), got {wire!r}")
+    return layout
 
 
 def combine_wire(rank: int, wire: object, hidden: int) -> WireFormat:
     if wire is None:
         return BF16()
-    if not isinstance(wire, WireFormat):
+    if isinstance(wire, BF16):
+        return wire
+    if not isinstance(wire, WireFormat):  # looks at every method
         raise InvalidArgument(f"rank {rank}: wire must be None or a wire format such as ew.LogFMT10(), got {wire!r}")
     if wire.payload_bytes(hidden) + wire.sf_bytes(hidden) > max_combine_bytes(hidden):
         raise InvalidArgument(f"rank {rank}: a row of {wire} is larger than a bfloat16 row with its metadata")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +15,8 @@ from expertwire.errors import InvalidArgument
 from expertwire.formats import BF16, WireFormat
 from expertwire.handle import Combined, Handle
 from expertwire.host.combine import Rows
-from expertwire.host.engine import Placed, Received
+from expertwire.host.engine import Received
+from expertwire.host.placed import Placed
 from expertwire.host.runtime import Header
 from expertwire.layouts.receive import Layout
 from expertwire.steps import Sums
@@ -47,7 +49,7 @@ class Combiner:
         epoch = self._steps.combines.begin()
         try:
             check_handle(self._context.rank, self._context.owner, handle)
-            plan = self._plan(x, handle, topk_weights, bias, reduce, wire)
+            plan = self._plan(epoch, x, handle, topk_weights, bias, reduce, wire)
         except BaseException as error:
             self._context.refuse(self._steps.combines, epoch, error)
             raise
@@ -55,7 +57,7 @@ class Combiner:
         placed: Placed = handle._arrived
         weights = None if topk_weights is None else topk_weights.detach()[: placed.arrivals.num_rows]
         receive = self._steps.combine(
-            epoch, x.detach(), placed, handle._routing, plan.header, plan.wire, rows=plan.rows, weighted=plan.weighted,
+            epoch, x, placed, handle._routing, plan.header, plan.wire, rows=plan.rows, weighted=plan.weighted,
             weights=weights, biases=[b.detach() for b in plan.biases],
             keep_own=not defer_receive and isinstance(plan.wire, BF16),
         )  # fmt: skip
@@ -71,39 +73,37 @@ class Combiner:
 
         return record(Combined, complete, defer_receive, event=None)
 
-    def _plan(self, x: Any, handle: Handle, topk_weights: Any, bias: Any, reduce: Any, wire: Any) -> _Plan:
+    def _plan(self, epoch: int, x: Any, handle: Handle, topk_weights: Any, bias: Any, reduce: Any, wire: Any) -> _Plan:
         rank, settings, placed = self._rank, self._settings, handle._arrived
         compact = handle.layout is Layout.COMPACT
-        _check.choice(f"rank {rank}: reduce", reduce, ("token", "rank"))
+        _check.choice("reduce", reduce, ("token", "rank"), rank)
         wire = _check.combine_wire(rank, wire, settings.hidden)
         num_rows = placed.num_rows
         dims: tuple[int, ...] = (num_rows, settings.hidden)
         if handle.layout is Layout.EXPERT_SLOTS:
             dims = (self._engine.num_local_experts, self._engine.num_ranks * self._engine.capacity, settings.hidden)
-        _check.tensor(rank, "x", x, (torch.bfloat16,), dims, f"{list(dims)}, as the dispatch of this handle returned")
+        _check.tensor(rank, "x", x, (torch.bfloat16,), dims, "{}, as the dispatch of this handle returned")
         if topk_weights is not None:
             if not compact:
                 raise InvalidArgument(
                     f"rank {rank}: topk_weights can be returned for COMPACT only, not {handle.layout}"
                 )
             dims = (num_rows, settings.num_topk)
-            _check.tensor(rank, "topk_weights", topk_weights, (torch.float32,), dims, str(list(dims)))
+            _check.tensor(rank, "topk_weights", topk_weights, (torch.float32,), dims)
         biases = () if bias is None else tuple(bias) if isinstance(bias, (tuple, list)) else (bias,)
         if len(biases) > 2:
             raise InvalidArgument(f"rank {rank}: bias must be one or two tensors, got {len(biases)}")
         for one in biases:
             dims = (handle.num_tokens, settings.hidden)
-            _check.tensor(rank, "bias", one, (torch.bfloat16,), dims, str(list(dims)))
+            _check.tensor(rank, "bias", one, (torch.bfloat16,), dims)
         weighted = not compact and handle._routing.weighted
         rows: Rows = "rank" if compact or reduce == "rank" else "token"
         needs_grad = torch.is_grad_enabled() and any_requires_grad(
             x, topk_weights, *biases, handle._edge, handle.topk_weights if weighted else None
         )
-        text = (
-            f"{wire.name}, a row per {rows}, compact={compact}, weighted={weighted}, "
-            f"weights={topk_weights is not None}, routing of dispatch {handle._number}"
-        )
-        return _Plan(handle, x, topk_weights, biases, rows, weighted, wire, Header(text, needs_grad))
+        kind = _kind(wire.name, rows, compact, weighted, topk_weights is not None)
+        header = Header.make(epoch, f"{kind}, routing of dispatch {handle._number}", needs_grad=needs_grad)
+        return _Plan(handle, x, topk_weights, biases, rows, weighted, wire, header)
 
     # -- gradients -----------------------------------------------------------------------------------------------
 
@@ -145,9 +145,10 @@ class Combiner:
         routing = handle._routing
         if weights is not None:
             routing = routing._replace(weights=weights.contiguous().numpy())
+        epoch = self._steps.dispatches.begin()
         receive = self._steps.dispatch(
-            self._steps.dispatches.begin(), routing, self._engine.encode(rows, BF16()),
-            Header(f"backward of combine of dispatch {handle._number}"),
+            epoch, routing, self._engine.encode(rows, BF16()),
+            Header.make(epoch, f"backward of combine of dispatch {handle._number}"),
             handle._arrangement, known=handle._arrived, send_routing=weights is not None, zero_unused=True,
         )  # fmt: skip
         return receive()
@@ -159,10 +160,18 @@ class Combiner:
         x = x.view(-1, self._settings.hidden)
         dots = torch.zeros(placed.rows.shape, dtype=torch.float32)
         dots[arrival, slot] = (grad_rows[at].float() * x[at].float()).sum(-1)
+        epoch = self._steps.combines.begin()
         receive = self._steps.combine(
-            self._steps.combines.begin(), x, placed, handle._routing,
-            Header(f"backward of combine of dispatch {handle._number}, weights"), BF16(), rows="none", weights=dots,
+            epoch, x, placed, handle._routing,
+            Header.make(epoch, f"backward of combine of dispatch {handle._number}, weights"), BF16(), rows="none",
+            weights=dots,
         )  # fmt: skip
         returned = receive().weights
         assert returned is not None
         return returned
+
+
+@lru_cache(maxsize=256)
+def _kind(name: str, rows: Rows, compact: bool, weighted: bool, weights: bool) -> str:
+    """What all ranks must have in common."""
+    return f"{name}, a row per {rows}, compact={compact}, weighted={weighted}, weights={weights}"

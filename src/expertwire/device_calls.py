@@ -46,7 +46,7 @@ class DeviceDispatcher:
         epoch, cached, exact = steps.dispatches.begin(), handle is not None, counts == "host"
         bank, call = steps.dispatches.lane.bank(epoch), steps.call("dispatch")
         try:
-            _check.dispatch_options(self._rank, layout, expert_alignment, counts, wire)
+            layout = _check.dispatch_options(self._rank, layout, expert_alignment, counts, wire)
             payload, sf, rows, dtypes = self._rows(x, wire)
             source = None if isinstance(x, tuple) else x
             differentiable = self._gradients.wanted(source, topk_weights)
@@ -67,7 +67,7 @@ class DeviceDispatcher:
                 self._raise_if_full()
                 self._check_routing(topk_idx, topk_weights, payload.shape[0], exact=exact)
                 weights = None if topk_weights is None else aligned(topk_weights.detach())
-                handle = Handle(self._owner, epoch, Layout(layout), payload.shape[0], topk_weights)
+                handle = Handle(self._owner, epoch, layout, payload.shape[0], topk_weights)
                 step = self._state.step(bank, handle.layout, aligned(topk_idx), weights, expert_alignment)
             fused = self._is_fused(step, rows, cached)
 

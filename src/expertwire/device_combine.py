@@ -167,7 +167,7 @@ class DeviceCombiner:
     ) -> tuple[torch.Tensor, ...]:
         """The biases."""
         rank, settings = self._rank, self._settings
-        _check.choice(f"rank {rank}: reduce", reduce, ("token", "rank"))
+        _check.choice("reduce", reduce, ("token", "rank"), rank)
         wire = _check.combine_wire(rank, wire, settings.hidden)
         if not isinstance(wire, (BF16, LogFMT10)):
             raise TransportUnavailable(
@@ -178,20 +178,20 @@ class DeviceCombiner:
                 f"rank {rank}: on a device LogFMT10 rows are summed at the token's rank: use reduce='token'"
             )
         dims = self._dims(handle)
-        _check.tensor(rank, "x", x, (torch.bfloat16,), dims, str(list(dims)), settings.device)
+        _check.tensor(rank, "x", x, (torch.bfloat16,), dims, device=settings.device)
         if topk_weights is not None:
             if handle.layout is not Layout.COMPACT:
                 raise InvalidArgument(
                     f"rank {rank}: topk_weights can be returned for COMPACT only, not {handle.layout}"
                 )
             dims = (handle._arrived.num_rows, settings.num_topk)
-            _check.tensor(rank, "topk_weights", topk_weights, (torch.float32,), dims, str(list(dims)), settings.device)
+            _check.tensor(rank, "topk_weights", topk_weights, (torch.float32,), dims, device=settings.device)
         biases = () if bias is None else tuple(bias) if isinstance(bias, (tuple, list)) else (bias,)
         if len(biases) > 2:
             raise InvalidArgument(f"rank {rank}: bias must be one or two tensors, got {len(biases)}")
         for one in biases:
             dims = (handle.num_tokens, settings.hidden)
-            _check.tensor(rank, "bias", one, (torch.bfloat16,), dims, str(list(dims)), settings.device)
+            _check.tensor(rank, "bias", one, (torch.bfloat16,), dims, device=settings.device)
         if any(t.data_ptr() % 16 for t in (x, topk_weights, *biases) if t is not None and t.numel()):
             raise InvalidArgument(f"rank {rank}: x, topk_weights and bias must begin at multiples of 16 bytes")
         return biases

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +17,8 @@ from expertwire.formats import BF16, FP8Block, WireFormat
 from expertwire.formats.fp8 import column_major
 from expertwire.handle import Dispatched, Handle
 from expertwire.host.dispatch import Routing, WireRows
-from expertwire.host.engine import Arrangement, Placed, Received
+from expertwire.host.engine import Received
+from expertwire.host.placed import Arrangement, Placed
 from expertwire.host.runtime import Header
 from expertwire.layouts.receive import Layout
 
@@ -47,6 +49,7 @@ class Dispatcher:
         self._context = context
         self._rank, self._settings, self._steps = context.rank, context.settings, context.steps
         self._engine = context.engine
+        self._meaning = f"[num_tokens, {context.settings.hidden}]"
         self.dropped_selections = 0
 
     def __call__(
@@ -55,14 +58,14 @@ class Dispatcher:
     ) -> Dispatched:  # fmt: skip
         epoch = self._steps.dispatches.begin()
         try:
-            _check.dispatch_options(self._rank, layout, expert_alignment, counts, wire)
+            layout = _check.dispatch_options(self._rank, layout, expert_alignment, counts, wire)
             if handle is None:
                 self._context.raise_if_full()
-                arrangement = Arrangement(Layout(layout), expert_alignment, counts == "device")
+                arrangement = Arrangement(layout, expert_alignment, counts == "device")
                 handle = self._new_handle(epoch, x, topk_idx, topk_weights, arrangement)
             else:
                 self._check_repeat(x, topk_idx, topk_weights, handle, zero_copy)
-            plan = self._plan(x, topk_weights, handle, wire, zero_copy)
+            plan = self._plan(epoch, x, topk_weights, handle, wire, zero_copy)
         except BaseException as error:
             self._context.refuse(self._steps.dispatches, epoch, error)
             raise
@@ -92,10 +95,10 @@ class Dispatcher:
         if topk_idx is None:
             raise InvalidArgument(f"rank {rank}: topk_idx is missing; pass it, or the handle of an earlier dispatch")
         num_tokens = self._num_tokens(x)
-        dims, meaning = (num_tokens, settings.num_topk), f"[{num_tokens}, {settings.num_topk}]"
-        _check.tensor(rank, "topk_idx", topk_idx, (torch.int32, torch.int64), dims, meaning)
+        dims = (num_tokens, settings.num_topk)
+        _check.tensor(rank, "topk_idx", topk_idx, (torch.int32, torch.int64), dims)
         if topk_weights is not None:
-            _check.tensor(rank, "topk_weights", topk_weights, (torch.float32,), dims, meaning)
+            _check.tensor(rank, "topk_weights", topk_weights, (torch.float32,), dims)
         distinct = arrangement.layout is Layout.EXPERT_SLOTS
         routing = self._engine.route(topk_idx, topk_weights, distinct=distinct)
         if routing.illegal or routing.repeats:
@@ -143,7 +146,9 @@ class Dispatcher:
             "token; EXPERT_SLOTS has room for distinct experts only (use EXPERT_MAJOR, or -1 in the later slot)"
         )
 
-    def _plan(self, x: Any, topk_weights: Any, handle: Handle, wire: WireFormat | None, zero_copy: bool) -> _Plan:
+    def _plan(
+        self, epoch: int, x: Any, topk_weights: Any, handle: Handle, wire: WireFormat | None, zero_copy: bool
+    ) -> _Plan:
         rank = self._rank
         cached = handle._arrived is not None
         opaque = isinstance(x, tuple)
@@ -158,21 +163,18 @@ class Dispatcher:
         needs_grad = torch.is_grad_enabled() and any_requires_grad(tracked, topk_weights)
         if needs_grad:
             _check.differentiable_rows(rank, tracked, wire, zero_copy)
-        text = (
-            f"{wire.name if wire else 'opaque'} rows of {rows.payload_bytes}+{rows.sf_bytes} bytes, "
-            f"weights={handle._routing.weighted}, routing of dispatch {handle._number}, "
-            f"distinct={handle.layout is Layout.EXPERT_SLOTS}"
-        )
-        return _Plan(
-            handle, rows, dtypes, wire, handle._arrangement, cached, Header(text, needs_grad),
-            tracked, topk_weights,
+        kind = _kind(
+            wire.name if wire else "opaque", rows.payload_bytes, rows.sf_bytes, handle._routing.weighted,
+            handle.layout is Layout.EXPERT_SLOTS,
         )  # fmt: skip
+        header = Header.make(epoch, f"{kind}, routing of dispatch {handle._number}", needs_grad=needs_grad)
+        return _Plan(handle, rows, dtypes, wire, handle._arrangement, cached, header, tracked, topk_weights)
 
     def _encoded_rows(self, x: Any, wire: WireFormat) -> tuple[WireRows, tuple[torch.dtype, torch.dtype | None]]:
         hidden = self._settings.hidden
-        _check.tensor(self._rank, "x", x, (torch.bfloat16,), (x.shape[0], hidden), f"[num_tokens, {hidden}]")
+        _check.tensor(self._rank, "x", x, (torch.bfloat16,), (x.shape[0], hidden), self._meaning)
         _check.tokens(self._rank, "x", x.shape[0], self._settings.num_max_tokens_per_rank)
-        return self._engine.encode(x.detach(), wire), (wire.payload_dtype, wire.sf_dtype)
+        return self._engine.encode(x, wire), (wire.payload_dtype, wire.sf_dtype)
 
     def _opaque_rows(self, x: Any) -> tuple[WireRows, tuple[torch.dtype, torch.dtype | None]]:
         rank, settings = self._rank, self._settings
@@ -207,7 +209,7 @@ class Dispatcher:
             "num_padded_tokens_per_expert_list": lambda: placed.padded_counts.tolist() if on_host else None,
             "num_tokens_per_rank_list": lambda: arrivals.rows_per_peer if on_host else None,
         }
-        fields: dict[str, Any] = {"missing_ranks": tuple(sorted(self._engine.runtime.masked)), "_lazy": lazy}
+        fields: dict[str, Any] = {"missing_ranks": self._engine.runtime.masked_ranks, "_lazy": lazy}
         if received.needs_grad:
             x, fields["topk_weights"] = self._tie(plan, placed, x, lazy["topk_weights"]())
         return fields | {"x": x, "sf": sf}
@@ -234,7 +236,7 @@ class Dispatcher:
         """Backward of dispatch: the rows' gradients are combined, unweighted, along the same routing."""
         # The graph must not hold the handle, which holds an edge of the graph.
         routing, takes_x = plan.routing, plan.x is not None
-        header = Header(f"backward of dispatch {plan.handle._number}")
+        text = f"backward of dispatch {plan.handle._number}"
         shape = None if topk_weights is None else topk_weights.shape
 
         def backward(grads: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
@@ -243,8 +245,9 @@ class Dispatcher:
             if shape is not None:
                 weights = torch.zeros(shape) if grads[1] is None else grads[1].contiguous()
                 weights = weights[: placed.arrivals.num_rows]
+            epoch = self._steps.combines.begin()
             receive = self._steps.combine(
-                self._steps.combines.begin(), y, placed, routing, header, BF16(),
+                epoch, y, placed, routing, Header.make(epoch, text), BF16(),
                 rows="rank" if placed.layout is Layout.COMPACT else "token", weights=weights,
             )  # fmt: skip
             sums = receive()
@@ -253,6 +256,12 @@ class Dispatcher:
         outputs = [x] if topk_weights is None else [x, topk_weights]
         tied, plan.handle._edge = attach(plan.handle._edge, outputs, (plan.x, plan.topk_weights), backward)
         return tied[0], None if topk_weights is None else tied[1]
+
+
+@lru_cache(maxsize=256)
+def _kind(name: str, payload_bytes: int, sf_bytes: int, weighted: bool, distinct: bool) -> str:
+    """What all ranks must have in common."""
+    return f"{name} rows of {payload_bytes}+{sf_bytes} bytes, weights={weighted}, distinct={distinct}"
 
 
 def _int32(values: np.ndarray) -> torch.Tensor:

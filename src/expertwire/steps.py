@@ -15,7 +15,8 @@ from expertwire.errors import GroupMismatch, InFlightError, PeerRefused
 from expertwire.formats import WireFormat
 from expertwire.host.combine import Rows
 from expertwire.host.dispatch import Routing, WireRows, refuse
-from expertwire.host.engine import Arrangement, HostEngine, Placed, Received
+from expertwire.host.engine import HostEngine, Received
+from expertwire.host.placed import Arrangement, Placed
 from expertwire.host.runtime import Header
 from expertwire.protocols import lane as protocol
 from expertwire.protocols.lane import Lane
@@ -139,11 +140,12 @@ class Steps:
     ) -> Callable[[], Received]:
         """Send rows along `routing`; the result receives them, at once unless the caller `defers` that. `hold_bank`
         leaves the step open (zero-copy views)."""
-        self._settle(self.dispatches)
+        if self.dispatches.void:
+            self._settle(self.dispatches)
         row = self.engine.dispatch_row(rows.payload_bytes, rows.sf_bytes)
         with self._fatal:
             sent = self.engine.send_dispatch(
-                epoch, routing, rows, header, arrangement.layout, cached=not send_routing, defers=defers
+                epoch, routing, rows, row, header, arrangement.layout, cached=not send_routing, defers=defers
             )
 
         def receive() -> Received:
@@ -151,7 +153,7 @@ class Steps:
                 received = self.engine.receive_dispatch(
                     epoch,
                     row,
-                    header.text,
+                    header.settings,
                     arrangement,
                     known=known,
                     send_routing=send_routing,
@@ -187,7 +189,8 @@ class Steps:
         keep_own: bool = True,
     ) -> Callable[[], Sums]:
         """Send y back along `placed`; the result receives and sums. `weighted` by the weights of `routing`."""
-        self._settle(self.combines)
+        if self.combines.void:
+            self._settle(self.combines)
         with self._fatal:
             outgoing, keep = self.engine.send_combine(
                 epoch, y, placed, header, wire, rows=rows, weighted=weighted, weights=weights, keep_own=keep_own
@@ -199,7 +202,7 @@ class Steps:
                 x, returned, num_missing, needs_grad = self.engine.receive_combine(
                     epoch,
                     routing,
-                    header.text,
+                    header.settings,
                     wire,
                     rows=rows,
                     weighted=weighted and rows == "token",

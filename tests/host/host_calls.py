@@ -50,6 +50,13 @@ def mixed(rows, hidden, seed, scale=1.0):
     return x[:rows].clone()
 
 
+def routed(kernels, topk_idx, expert_rank, expert_local, num_ranks, distinct, weights=None):
+    """`topk_idx` [T, K] int64 and `weights` [T, K] float32 are arrays."""
+    assert topk_idx.dtype == np.int64
+    at = 0 if weights is None else weights.ctypes.data
+    return kernels.route(topk_idx.ctypes.data, at, *topk_idx.shape, expert_rank, expert_local, num_ranks, distinct)
+
+
 def encode_fp8(kernels, x, wire, spare=0):
     """payload, sf in rows of `spare` bytes more than needed."""
     rows, hidden = x.shape

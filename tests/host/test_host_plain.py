@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from host_calls import (
-    addresses,
     assert_same,
     bits,
     decode_fp8,
@@ -17,6 +16,7 @@ from host_calls import (
     encode_logfmt,
     mixed,
     reduce_rows,
+    routed,
     write_routing,
 )
 
@@ -76,19 +76,22 @@ def test_routing(both, seed):
     topk_idx = rng.integers(-2, num_experts + 2, (num_tokens, num_topk))
     legal = np.clip(topk_idx, -1, num_experts - 1)
     weights = rng.random((num_tokens, num_topk)).astype(np.float32)
-    routed = []
+    results = []
     for engine in both:
         for ids in (topk_idx, legal):
             parts = engine.first_illegal(ids, num_experts), engine.first_repeat(ids)
-            routes = [engine.route(ids, expert_rank, expert_local, num_ranks, distinct) for distinct in (False, True)]
-            routed.append((parts, *routes))
-    same(routed[0], routed[2])
-    same(routed[1], routed[3])
+            routes = [
+                routed(engine, ids, expert_rank, expert_local, num_ranks, distinct, weights)
+                for distinct in (False, True)
+            ]
+            results.append((parts, *routes))
+    same(results[0], results[2])
+    same(results[1], results[3])
 
-    slot_rank, slot_local, is_last, offsets, tokens, _, _ = routed[1][1]
-    heard = rng.random(num_ranks) < 0.8
+    slot_rank, slot_local, is_last, offsets, tokens, _, _, _ = results[1][1]
+    brought = rng.integers(-1, 3, num_ranks)
     for per_token in (False, True):
-        same(*[engine.expected_rows(slot_rank, is_last, per_token, heard, 4096, 1 << 20, 24) for engine in both])
+        same(*[engine.expected_rows(slot_rank, is_last, per_token, brought, 4096, 1 << 20, 24) for engine in both])
     for rank in range(num_ranks):
         mine = tokens[offsets[rank] : offsets[rank + 1]]
         records = [write_routing(engine, len(mine), mine, rank, slot_rank, slot_local, weights) for engine in both]
@@ -100,9 +103,7 @@ def test_routing(both, seed):
         same(*compacted)
         arranged = [engine.arrange(reads[0][0], 9, 1 + rank, 0, False) for engine in both]
         same(*arranged)
-        rows, starts = [found[0] for found in arranged], arranged[0][3]
-        lying = [engine.record_addresses(4096, 1 << 20, 64, offsets) for engine in both]
-        same(*lying)
+        rows, starts = [found[0] for found in arranged], arranged[0][1][2]
         cuts = np.sort(rng.integers(0, len(mine) + 1, num_ranks + 1))
         cuts[0], cuts[-1] = 0, len(mine)
         same(*[engine.outgoing_rows(rows[0], 4096, 24, cuts) for engine in both])
@@ -113,7 +114,8 @@ def placed_and_scattered(engine, rows, tokens, num_tokens, num_placed):
     """Rows of eight bytes, all different, by `place_rows` and from there by `scatter_rows`."""
     records = torch.arange(1, len(tokens) + 1).view(len(tokens), 1).view(torch.uint8)
     placed = torch.zeros(num_placed, 8, dtype=torch.uint8)
-    engine.place_rows(addresses(records), 0, rows, placed.data_ptr(), 8, False)
+    first, all_rows = np.array([records.data_ptr()]), np.array([0, len(tokens)])
+    engine.place_rows(first, 8, all_rows, -1, tokens, rows, placed.data_ptr(), 8, False)
     back = torch.zeros(num_tokens, rows.shape[1], 8, dtype=torch.uint8)
     source = np.where(rows >= 0, placed.data_ptr() + 8 * rows, 0)
     engine.scatter_rows(source, tokens, back.data_ptr(), 8, 8, False)

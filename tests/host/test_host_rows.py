@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from host_calls import ENGINES, HIDDENS, addresses, assert_same, mixed, normal, reduce_rows, write_routing
+from host_calls import ENGINES, HIDDENS, addresses, assert_same, mixed, normal, reduce_rows, routed, write_routing
 
 from expertwire.host import kernels
 
@@ -19,8 +19,8 @@ def ids(rows):
 
 def route(engine, topk_idx, expert_rank=(0, 0, 1, 1), expert_local=(0, 1, 0, 1), num_ranks=2, distinct=False):
     as_int32 = [np.array(table, np.int32) for table in (expert_rank, expert_local)]
-    return [part.tolist() if isinstance(part, np.ndarray) else part
-            for part in engine.route(ids(topk_idx), *as_int32, num_ranks, distinct)]  # fmt: skip
+    parts = routed(engine, ids(topk_idx), *as_int32, num_ranks, distinct)
+    return [part.tolist() if isinstance(part, np.ndarray) else part for part in (*parts[:5], *parts[6:])]
 
 
 def test_route_docstring_example(engine):
@@ -47,10 +47,10 @@ def test_route_with_repeats_and_a_rank_without_experts(engine):
 
 
 def test_route_of_no_tokens(engine):
-    slot_rank, _, _, offsets, tokens, repeats, illegal = engine.route(
-        np.empty((0, 4), np.int64), np.zeros(3, np.int32), np.arange(3, dtype=np.int32), 2, True
+    slot_rank, _, _, offsets, tokens, shares, repeats, illegal = routed(
+        engine, np.empty((0, 4), np.int64), np.zeros(3, np.int32), np.arange(3, dtype=np.int32), 2, True
     )
-    assert slot_rank.shape == (0, 4)
+    assert slot_rank.shape == shares.shape == (0, 4)
     assert (offsets.tolist(), tokens.tolist(), repeats, illegal) == ([0, 0, 0], [], 0, 0)
 
 
@@ -61,8 +61,18 @@ def test_a_route_counts_ids_that_are_none(engine):
 
 
 def test_types_of_a_route(engine):
-    parts = engine.route(ids([[0, 1]]), np.zeros(2, np.int32), np.arange(2, dtype=np.int32), 1, False)
-    assert [p.dtype for p in parts[:5]] == [np.int32, np.int32, np.bool_, np.int64, np.int32]
+    parts = routed(engine, ids([[0, 1]]), np.zeros(2, np.int32), np.arange(2, dtype=np.int32), 1, False)
+    assert [p.dtype for p in parts[:6]] == [np.int32, np.int32, np.bool_, np.int64, np.int32, np.float32]
+
+
+def test_a_route_copies_the_weights(engine):
+    """The caller may overwrite them; without any, all are ones."""
+    weights = np.array([[0.5, 2.0]], np.float32)
+    tables = np.zeros(2, np.int32), np.arange(2, dtype=np.int32)
+    shares = routed(engine, ids([[0, 1]]), *tables, 1, False, weights)[5]
+    weights[:] = 7
+    assert shares.tolist() == [[0.5, 2.0]]
+    assert routed(engine, ids([[0, 1]]), *tables, 1, False)[5].tolist() == [[1.0, 1.0]]
 
 
 def test_first_illegal_and_first_repeat(engine):
@@ -94,31 +104,23 @@ def test_overlay_rows_docstring_example(engine):
 def test_arrange_docstring_example(engine):
     topk_idx = np.array([[0, 1], [1, -1], [0, 0]], np.int32)
     for compact, expected in ((False, [[0, 4], [5, -1], [1, 2]]), (True, [[-1, 0], [1, -1], [-1, 2]])):
-        rows, counts, padded, offsets = engine.arrange(topk_idx, 2, 4, 0, compact)
+        rows, groups = engine.arrange(topk_idx, 2, 4, 0, compact)
         assert (rows.tolist(), rows.dtype) == (expected, np.int64)
-        assert (counts.tolist(), counts.dtype) == ([3, 2], np.int32)
-        assert (padded.tolist(), offsets.tolist()) == ([4, 4], [0, 4, 8])
-        assert padded.dtype == offsets.dtype == np.int64
+        assert (groups.tolist(), groups.dtype) == ([[3, 2, 0], [4, 4, 0], [0, 4, 8]], np.int64)
 
 
 def test_arrange_with_room_for_every_expert(engine):
-    rows, counts, padded, offsets = engine.arrange(np.array([[2, 0], [2, -1]], np.int32), 3, 1, 10, False)
+    rows, groups = engine.arrange(np.array([[2, 0], [2, -1]], np.int32), 3, 1, 10, False)
     assert rows.tolist() == [[20, 0], [21, -1]]
-    assert (counts.tolist(), padded.tolist(), offsets.tolist()) == ([1, 0, 2], [10, 10, 10], [0, 10, 20, 30])
+    assert groups.tolist() == [[1, 0, 2, 0], [10, 10, 10, 0], [0, 10, 20, 30]]
 
 
 @pytest.mark.parametrize("compact", [False, True])
 def test_arrange_no_rows(engine, compact):
-    rows, counts, padded, offsets = engine.arrange(np.empty((0, 8), np.int32), 2, 4, 0, compact)
+    rows, groups = engine.arrange(np.empty((0, 8), np.int32), 2, 4, 0, compact)
     assert rows.shape == (0, 8)
-    assert (counts.tolist(), padded.tolist(), offsets.tolist()) == ([0, 0], [0, 0], [0, 0, 0])
+    assert groups.tolist() == [[0, 0, 0]] * 3
     assert engine.arrange(np.full((2, 2), -1, np.int32), 1, 4, 0, compact)[0].tolist() == [[-1, -1], [-1, -1]]
-
-
-def test_record_addresses_docstring_example(engine):
-    found = engine.record_addresses(1000, 100, 10, ids([0, 2, 3]))
-    assert (found.tolist(), found.dtype) == ([1000, 1010, 1100], np.int64)
-    assert engine.record_addresses(1000, 100, 10, ids([0, 0, 0])).shape == (0,)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -167,16 +169,20 @@ def test_routing_of_two_ranks(engine):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_place_rows_docstring_example(engine, stream):
-    """Arrival 0 goes to rows 0 and 2, arrival 1 to row 1; arrival 2 is missing, so row 3 is left alone."""
-    arrivals = torch.tensor([[10] * 65, [11] * 65, [12] * 65], dtype=torch.uint8)
-    source = addresses(arrivals)
-    source[2] = 0
-    out = torch.full((4, 65), 7, dtype=torch.uint8)
-    engine.place_rows(source, 0, ids([[0, 2], [1, -1], [-1, 3]]), out.data_ptr(), 65, stream)
-    assert torch.equal(out, torch.tensor([10, 11, 10, 7], dtype=torch.uint8).view(4, 1).expand(4, 65))
-    engine.place_rows(source[:0], 0, ids([[]]).reshape(0, 2), out.data_ptr(), 65, stream)
-    engine.place_rows(source - 65 * (source != 0), 65, ids([[3], [-1], [0]]), out.data_ptr(), 65, stream)
-    assert out[:, 0].tolist() == [10, 11, 10, 10]
+    """Two arrivals from rank 0, `stride` apart; one from the own rank 1, row 7 of its input; rank 2 is missing."""
+    window = torch.full((300,), 99, dtype=torch.uint8)
+    window[5:70], window[105:170] = 10, 11
+    own = torch.full((8, 65), 99, dtype=torch.uint8)
+    own[7] = 12
+    out = torch.full((5, 65), 7, dtype=torch.uint8)
+    first = ids([window.data_ptr() + 5, own.data_ptr(), 0])
+    tokens, rows = np.array([0, 1, 7, 2], np.int32), ids([[0, 2], [1, -1], [-1, 3], [4, -1]])
+    engine.place_rows(first, 100, ids([0, 2, 3, 4]), 1, tokens, rows, out.data_ptr(), 65, stream)
+    assert torch.equal(out, torch.tensor([10, 11, 10, 12, 7], dtype=torch.uint8).view(5, 1).expand(5, 65))
+    engine.place_rows(first, 100, ids([0, 0, 0, 0]), 1, tokens[:0], rows[:0], out.data_ptr(), 65, stream)
+    deferred = ids([window.data_ptr() + 5, window.data_ptr() + 105, 0])  # no rank is the own one
+    engine.place_rows(deferred, 100, ids([0, 1, 2, 2]), -1, tokens[:2], rows[:2], out.data_ptr(), 65, stream)
+    assert out[:, 0].tolist() == [10, 11, 10, 12, 7]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -201,17 +207,19 @@ def test_outgoing_rows(engine):
 
 
 @pytest.mark.parametrize(
-    ("per_token", "table", "counts", "missing"),
-    [(True, [[1000, 1010], [0, 1030]], [2, 0, 1], 1), (False, [[0, 1010], [0, 1030]], [1, 0, 1], 1)],
+    ("per_token", "table", "brought"),
+    [(True, [[1000, 1010], [0, 1030]], [2, -1, 1]), (False, [[0, 1010], [0, 1030]], [1, -1, 1])],
 )
-def test_expected_rows(engine, per_token, table, counts, missing):
+def test_expected_rows(engine, per_token, table, brought):
     """Records of 10 bytes from 1000 on; rank 1 is masked. Token 0 names rank 0 twice, token 1 ranks 1 and 2."""
     slot_rank = np.array([[0, 0], [1, 2]], np.int32)
     is_last = np.array([[False, True], [True, True]])
-    heard = np.array([True, False, True])
-    seen = engine.expected_rows(slot_rank, is_last, per_token, heard, 1000, 0, 10)
-    assert (seen[0].tolist(), seen[1].tolist(), seen[2]) == (table, counts, missing)
-    assert engine.expected_rows(np.full((1, 2), -1, np.int32), is_last[:1], per_token, heard, 1000, 0, 10)[2] == 0
+    seen = engine.expected_rows(slot_rank, is_last, per_token, ids(brought), 1000, 0, 10)
+    assert (seen[0].tolist(), seen[1], seen[2]) == (table, 1, True)
+    for wrong in ([3, -1, 1], [0, -1, 1], [brought[0], -1, 0]):
+        assert engine.expected_rows(slot_rank, is_last, per_token, ids(wrong), 1000, 0, 10)[2] is False
+    nothing = engine.expected_rows(np.full((1, 2), -1, np.int32), is_last[:1], per_token, ids([0, -1, 0]), 1000, 0, 10)
+    assert nothing[1:] == (0, True)
 
 
 def by_definition(rows, weights, biases, present):

@@ -13,7 +13,7 @@ import numpy as np
 
 from expertwire.host.dispatch import Arrivals, Routing
 from expertwire.host.kernels import Array
-from expertwire.host.runtime import Header, HostRuntime, Segments, any_needs_grad
+from expertwire.host.runtime import NEEDS_GRAD, Header, HostRuntime, Segments
 from expertwire.layouts.rows import CombineRow
 from expertwire.layouts.window import HEADER_BYTES
 from expertwire.ordering.operations import Region
@@ -42,7 +42,6 @@ def send(
 
     `weights` [m, K] float32 travel back for every slot that this rank serves. With `keep_own` own rows are not copied.
     """
-    layout, described = runtime.layout, header.pack(epoch)
     parts = [(outgoing, 0, row.payload_bytes)]
     if sf is not None:
         parts.append((sf, row.sf, row.sf_bytes))
@@ -52,10 +51,13 @@ def send(
         weight_cells = np.where(arrivals.topk_idx >= 0, cells, 0)
 
     def put(peer: int, region: Region, count: int) -> Segments:
-        segments = runtime.write_header(peer, layout.combine_header(region.bank, region.writer), described)
-        mine = arrivals.rows_from(peer)
-        first, tokens = layout.combine_rows(region.bank, region.writer), arrivals.tokens[mine]
-        if count and not (keep_own and peer == runtime.rank):
+        segments = runtime.write_header(peer, runtime.header_at(region), *header)
+        moves = count > 0 and not (keep_own and peer == runtime.rank)
+        if not moves and weight_cells is None:
+            return segments
+        first, mine = runtime.rows_at(region), arrivals.rows_from(peer)
+        tokens = arrivals.tokens[mine]
+        if moves:
             for table, at, num_bytes in parts:
                 segments += runtime.scatter(peer, table[mine], tokens, first + at, row.stride, num_bytes, count)
         if weight_cells is not None:
@@ -66,21 +68,21 @@ def send(
 
 
 def receive(
-    runtime: HostRuntime, lane: Lane, epoch: int, routing: Routing, row: CombineRow, settings: str, rows: Rows
+    runtime: HostRuntime, lane: Lane, epoch: int, routing: Routing, row: CombineRow, settings: bytes, rows: Rows
 ) -> tuple[Array, Array, int, bool]:
-    """Receive half: the address of each record in the own window [T, K], 0 = no row; which ranks were heard [R]; how
-    many rows are missing, since their ranks are masked; and whether any rank needs gradients.
+    """Receive half: the address of each record in the own window [T, K], 0 = no row; how many rows each rank
+    brought [R], -1 for masked ones; how many rows are missing for that reason; and whether any rank needs gradients.
     """
-    layout, bank = runtime.layout, lane.bank(epoch)
+    layout, region = runtime.layout, lane.rows(epoch, 0)
     counts = runtime.run("combine receive", protocol.receive(lane, runtime.rank, epoch, runtime.num_ranks))
-    flags = runtime.check_headers("combine", epoch, counts, layout.combine_header(bank, 0), HEADER_BYTES, settings)
-    heard = np.array([peer in counts for peer in range(runtime.num_ranks)], np.bool_)
+    flags, _ = runtime.check_headers("combine", epoch, counts, runtime.header_at(region), HEADER_BYTES, settings)
+    needs_grad = bool(flags & NEEDS_GRAD)
+    brought = np.array([counts.get(peer, -1) for peer in range(runtime.num_ranks)], np.int64)
     if rows == "none":
-        return np.zeros(routing.slot_rank.shape, np.int64), heard, 0, any_needs_grad(flags)
-    records = runtime.base[runtime.rank] + layout.combine_rows(bank, 0)
-    table, expected, missing = runtime.kernels.expected_rows(
-        routing.slot_rank, routing.is_last, rows == "token", heard, records, layout.combine_apart, row.stride
+        return np.zeros(routing.slot_rank.shape, np.int64), brought, 0, needs_grad
+    records = runtime.base[runtime.rank] + runtime.rows_at(region)
+    table, missing, agrees = runtime.kernels.expected_rows(
+        routing.slot_rank, routing.is_last, rows == "token", brought, records, layout.combine_apart, row.stride
     )
-    brought = [counts.get(peer, 0) for peer in range(runtime.num_ranks)]
-    assert brought == expected.tolist(), f"combine brought {brought} rows, not {expected}"
-    return table, heard, missing, any_needs_grad(flags)
+    assert agrees, f"combine brought {brought} rows, which is not what was dispatched"
+    return table, brought, missing, needs_grad

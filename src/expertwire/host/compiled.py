@@ -41,7 +41,6 @@ try:
         overlay_rows,
         place_rows,
         read_routing,
-        record_addresses,
         reduce_rows,
         route,
         scatter_rows,
@@ -69,19 +68,18 @@ def warm_up() -> None:
         publish(at, 1)
         read_word(at)
         wait_word(at, 1, 1, 1, 1)
-        route(index, ranks, ranks, 1, False)
+        route(at, at, 0, 1, ranks, ranks, 1, False)
         first_illegal(index, 1)
         first_repeat(index)
         move_rows(rows, rows, 8, False)
         gather_rows(at, tokens, at, 8, 8, False)
-        place_rows(rows, 0, index, at, 8, False)
+        place_rows(np.zeros(1, np.int64), 64, offsets, 0, tokens, index, at, 8, False)
         scatter_rows(index, tokens, at, 64, 8, False)
         outgoing_rows(index, at, 8, offsets)
-        expected_rows(ids, flags, True, np.zeros(1, np.bool_), at, 64, 64)
+        expected_rows(ids, flags, True, np.zeros(1, np.int64), at, 64, 64)
         overlay_rows(index, tokens, index, 0, 0)
         write_routing(at, tokens, 0, ids, ids, weights)
         read_routing(at, 64, offsets, 1)
-        record_addresses(at, 64, 8, offsets)
         arrange(ids, 1, 1, 0, False)
         reduce_rows(index, False, weights, False, rows, at, 8, False)
         encode_fp8(at, 0, 8, 128, False, at, at, 4)
@@ -107,7 +105,6 @@ __all__ = [
     "publish",
     "read_routing",
     "read_word",
-    "record_addresses",
     "reduce_rows",
     "route",
     "scatter_rows",

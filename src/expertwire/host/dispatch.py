@@ -8,13 +8,14 @@ window: unless the receive half is deferred, it is read where the caller keeps i
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from expertwire.host.kernels import Array
-from expertwire.host.runtime import ANNOUNCES, DEFERS, Header, HostRuntime, Segments, any_needs_grad
+from expertwire.host.runtime import ANNOUNCES, DEFERS, NEEDS_GRAD, Header, HostRuntime, Segments
 from expertwire.layouts.rows import DispatchRow, routing_bytes
 from expertwire.ordering.operations import Region
 from expertwire.protocols import lane as protocol
@@ -109,10 +110,11 @@ class Sent(NamedTuple):
 class Meeting(NamedTuple):
     """What the headers said: `coming`, the rows that peers announced; `deferring`, the peers that give no places."""
 
-    coming: dict[int, int]
-    deferring: list[int]
+    coming: Mapping[int, int]
+    deferring: Sequence[int]
 
 
+NO_MEETING = Meeting({}, ())
 Place = tuple[int, int]  # where in the reader's outputs payload and scale factors of a writer's first row go
 IN_WINDOW: Place = (-1, -1)
 _PLACE = struct.Struct("<qq")
@@ -143,16 +145,15 @@ def send(
     """Send half. With `cached` the receivers know the routing already; own rows are copied only if the receive half is
     deferred."""
     layout, kernels, routing = runtime.layout, runtime.kernels, sent.routing
-    described = header.pack(epoch, DEFERS if defers else 0)
-    announcing = header.pack(epoch, ANNOUNCES) if sent.announced else described
+    described = header.flags | (DEFERS if defers else 0)
 
     def put(peer: int, region: Region, count: int) -> Segments:
         later = peer in sent.announced
-        offset = layout.dispatch_header(region.bank, region.writer)
-        segments = runtime.write_header(peer, offset, announcing if later else described)
+        flags = header.flags | ANNOUNCES if later else described
+        segments = runtime.write_header(peer, runtime.header_at(region), header.settings, flags)
         if count == 0:
             return segments
-        first = layout.dispatch_rows(region.bank, region.writer)
+        first = runtime.rows_at(region)
         if not later and (defers or peer != runtime.rank):
             records = runtime.base[peer] + first
             _put_rows(runtime, routing, sent.rows, peer, records, records + row.sf, (row.stride, row.stride))
@@ -172,47 +173,44 @@ def send(
 
 def refuse(runtime: HostRuntime, lane: Lane, epoch: int, reason: str) -> None:
     """Tell every peer that this rank's call is void, and why."""
-    header_of = {"dispatch": runtime.layout.dispatch_header, "combine": runtime.layout.combine_header}[lane.name]
+    header = Header.make(epoch, reason)
 
     def put(peer: int, region: Region, count: int) -> Segments:
-        return runtime.write_header(peer, header_of(region.bank, region.writer), Header(reason).pack(epoch))
+        return runtime.write_header(peer, runtime.header_at(region), *header)
 
     counts = [REFUSED] * runtime.num_ranks
     runtime.run(f"{lane.name} send", protocol.send(lane, runtime.rank, epoch, counts), put)
 
 
 def receive(
-    runtime: HostRuntime, lane: Lane, epoch: int, row: DispatchRow, settings: str, known: Arrivals | None, since: float
-) -> tuple[Arrivals, Array, bool, Meeting]:
-    """Receive half, up to where every row has a place: what arrived; the address of each record in the own window (0
-    where a masked peer's is missing); whether any rank needs gradients; and which rows are still to come.
+    runtime: HostRuntime, lane: Lane, epoch: int, settings: bytes, known: Arrivals | None, since: float
+) -> tuple[Arrivals, list[int], bool, Meeting]:
+    """Receive half, up to where every row has a place: what arrived; the address of each writer's first record in the
+    own window (0 where the writer is masked); whether any rank needs gradients; and which rows are still to come.
 
     With `known` (cached dispatch) the routing is taken from there. Time-outs count from `since`.
     """
-    layout, bank, kernels = runtime.layout, lane.bank(epoch), runtime.kernels
-    counts = runtime.run(
-        "dispatch receive", protocol.receive(lane, runtime.rank, epoch, runtime.num_ranks), since=since
-    )
-    own, apart = runtime.base[runtime.rank], layout.dispatch_apart
-    flags = runtime.check_headers("dispatch", epoch, counts, layout.dispatch_header(bank, 0), apart, settings)
-    present = [counts.get(peer, 0) for peer in range(runtime.num_ranks)]
+    layout, num_ranks = runtime.layout, runtime.num_ranks
+    counts = runtime.run("dispatch receive", protocol.receive(lane, runtime.rank, epoch, num_ranks), since=since)
+    own, apart, region = runtime.base[runtime.rank], layout.dispatch_apart, lane.rows(epoch, 0)
+    any_flags, flags = runtime.check_headers("dispatch", epoch, counts, runtime.header_at(region), apart, settings)
+    present = [counts.get(peer, 0) for peer in range(num_ranks)]
     arrivals = known
     if arrivals is None:
         bounds = [*accumulate(present, initial=0)]
         offsets = np.array(bounds, np.int64)
-        routing = kernels.read_routing(own + layout.dispatch_routing(bank, 0), apart, offsets, layout.num_topk)
-        arrivals = Arrivals(bounds, offsets, *routing)
+        routing_at = own + layout.dispatch_routing(region.bank, 0)
+        arrivals = Arrivals(bounds, offsets, *runtime.kernels.read_routing(routing_at, apart, offsets, layout.num_topk))
     else:
         rows = arrivals.rows_per_peer
         assert all(seen in (0, n) for seen, n in zip(present, rows, strict=True)), f"{present} cached rows, not {rows}"
-    records = kernels.record_addresses(own + layout.dispatch_rows(bank, 0), apart, row.stride, arrivals.offsets)
-    if known is not None:
-        for peer in range(runtime.num_ranks):
-            if not present[peer]:
-                records[arrivals.rows_from(peer)] = 0
-    coming = {peer: counts[peer] for peer, flag in flags.items() if flag & ANNOUNCES}
-    deferring = [peer for peer, flag in flags.items() if flag & DEFERS]
-    return arrivals, records, any_needs_grad(flags), Meeting(coming, deferring)
+    first = own + runtime.rows_at(region)
+    records = [first + peer * apart if peer in counts else 0 for peer in range(num_ranks)]
+    meeting = NO_MEETING
+    if any_flags & (ANNOUNCES | DEFERS):
+        coming = {peer: counts[peer] for peer, flag in flags.items() if flag & ANNOUNCES}
+        meeting = Meeting(coming, [peer for peer, flag in flags.items() if flag & DEFERS])
+    return arrivals, records, bool(any_flags & NEEDS_GRAD), meeting
 
 
 def meet(
@@ -232,7 +230,7 @@ def meet(
         if peer not in meeting.deferring:
             payload, sf = _PLACE.unpack_from(runtime.bytes_of[runtime.rank], layout.place_record(bank, peer))
         if payload < 0:
-            records = runtime.base[peer] + layout.dispatch_rows(bank, runtime.rank)
+            records = runtime.base[peer] + runtime.rows_at(lane.rows(epoch, runtime.rank))
             _put_rows(runtime, sent.routing, sent.rows, peer, records, records + row.sf, (row.stride, row.stride))
         else:
             outputs, strides = runtime.output_base[peer], (row.payload_bytes, row.sf_bytes)

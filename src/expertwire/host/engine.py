@@ -20,6 +20,7 @@ from expertwire.host import combine, dispatch
 from expertwire.host.combine import Rows
 from expertwire.host.dispatch import IN_WINDOW, Arrivals, Meeting, Routing, Sent, WireRows
 from expertwire.host.kernels import Array
+from expertwire.host.placed import Arrangement, Placed
 from expertwire.host.pool import Pool
 from expertwire.host.runtime import Header, HostRuntime
 from expertwire.layouts.receive import Layout, worst_case_rows
@@ -30,47 +31,9 @@ from expertwire.topology import Placement
 
 _POISON = 0xFF
 _ANNOUNCE_FROM_BYTES = 1 << 20  # rows for one peer; below, waiting for a place costs more than a copy
+_NO_BIAS = np.empty(0, np.int64)
 _dispatch_row = lru_cache(maxsize=64)(DispatchRow)
 _combine_row = lru_cache(maxsize=64)(CombineRow)
-
-
-class Arrangement(NamedTuple):
-    """How the caller wants rows arranged; `fixed_size` for `counts="device"`."""
-
-    layout: Layout
-    alignment: int
-    fixed_size: bool
-
-
-class Placed(NamedTuple):
-    """Where received rows have their places. `rows` [m, K] is the output row of each arrival and slot, -1 = none."""
-
-    layout: Layout
-    arrivals: Arrivals
-    rows: Array
-    counts: Array
-    padded_counts: Array
-    offsets: Array
-    num_rows: int
-
-    @property
-    def num_filled(self) -> int:
-        return self.arrivals.num_rows if self.layout is Layout.COMPACT else int(self.counts.sum())
-
-    def row_source(self) -> Array:
-        """int32 [num_rows, 3]: source rank, token and slot of every output row, -1 for rows that nobody fills."""
-        arrival, slot = np.nonzero(self.rows >= 0)
-        source = np.repeat(np.arange(len(self.arrivals.offsets) - 1), self.arrivals.rows_per_peer)
-        found = np.full((self.num_rows, 3), -1, np.int32)
-        found[self.rows[arrival, slot]] = np.stack([source[arrival], self.arrivals.tokens[arrival], slot], axis=1)
-        return found
-
-    def row_weights(self) -> Array:
-        """float32 [num_rows]: the weight of every output row, 0 for rows that nobody fills."""
-        arrival, slot = np.nonzero(self.rows >= 0)
-        found = np.zeros(self.num_rows, np.float32)
-        found[self.rows[arrival, slot]] = self.arrivals.weights[arrival, slot]
-        return found
 
 
 class Received(NamedTuple):
@@ -107,12 +70,12 @@ class HostEngine:
 
     def route(self, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None, *, distinct: bool) -> Routing:
         """Where the selections go; `distinct` drops a later slot that repeats an expert of its token."""
-        ids = (topk_idx if topk_idx.dtype is torch.int64 else topk_idx.long()).numpy()
-        weights = np.ones(ids.shape, np.float32) if topk_weights is None else topk_weights.detach().numpy().copy()
-        slot_rank, slot_local, is_last, offsets, tokens, repeats, illegal = self.kernels.route(
-            ids, self.expert_rank, self.expert_local, self.num_ranks, distinct
-        )
-        per_peer, weighted = [last - first for first, last in pairwise(offsets.tolist())], topk_weights is not None
+        ids, weighted = topk_idx if topk_idx.dtype is torch.int64 else topk_idx.long(), topk_weights is not None
+        slot_rank, slot_local, is_last, offsets, tokens, weights, repeats, illegal = self.kernels.route(
+            ids.data_ptr(), topk_weights.data_ptr() if topk_weights is not None else 0, ids.shape[0], self.num_topk,
+            self.expert_rank, self.expert_local, self.num_ranks, distinct,
+        )  # fmt: skip
+        per_peer = [last - first for first, last in pairwise(offsets.tolist())]
         return Routing(slot_rank, slot_local, is_last, offsets, tokens, per_peer, weights, weighted, repeats, illegal)
 
     def encode(self, x: torch.Tensor, wire: WireFormat) -> WireRows:
@@ -159,6 +122,7 @@ class HostEngine:
         epoch: int,
         routing: Routing,
         rows: WireRows,
+        row: DispatchRow,
         header: Header,
         layout: Layout,
         *,
@@ -166,7 +130,7 @@ class HostEngine:
         defers: bool,
     ) -> Sent:
         """Send half; the result is what a receive half that follows at once still has to do."""
-        row, counts = self.dispatch_row(rows.payload_bytes, rows.sf_bytes), routing.rows_per_peer
+        counts = routing.rows_per_peer
         announced = () if defers else self._announced(counts, row, layout)
         sent = Sent(routing, rows, announced)
         dispatch.send(self.runtime, self.dispatch_lane, epoch, sent, row, header, cached=cached, defers=defers)
@@ -189,7 +153,7 @@ class HostEngine:
         self,
         epoch: int,
         row: DispatchRow,
-        settings: str,
+        settings: bytes,
         arrangement: Arrangement,
         *,
         known: Placed | None,
@@ -206,7 +170,7 @@ class HostEngine:
         """
         runtime, lane, since = self.runtime, self.dispatch_lane, self.runtime.clock()
         repeated = known.arrivals if known and not send_routing else None
-        arrivals, records, needs_grad, meeting = dispatch.receive(runtime, lane, epoch, row, settings, repeated, since)
+        arrivals, records, needs_grad, meeting = dispatch.receive(runtime, lane, epoch, settings, repeated, since)
         for peer, count in enumerate(arrivals.rows_per_peer):
             self.rows_received[peer] += count
         placed = known._replace(arrivals=arrivals) if known else self._place(arrivals, arrangement)
@@ -247,15 +211,13 @@ class HostEngine:
         layout, alignment = arrangement.layout, arrangement.alignment
         room = self.num_ranks * self.capacity if layout is Layout.EXPERT_SLOTS else 0
         compact = layout is Layout.COMPACT
-        rows, counts, padded, offsets = self.kernels.arrange(
-            arrivals.topk_idx, self.num_local_experts, alignment, room, compact
-        )
-        num_rows = arrivals.num_rows if compact else int(offsets[-1])
+        rows, groups = self.kernels.arrange(arrivals.topk_idx, self.num_local_experts, alignment, room, compact)
+        num_rows = arrivals.num_rows if compact else int(groups[2, -1])
         if arrangement.fixed_size:
             num_rows = worst_case_rows(
                 layout, self.num_ranks, self.capacity, self.num_topk, self.num_local_experts, alignment
             )
-        return Placed(layout, arrivals, rows, counts, padded, offsets, num_rows)
+        return Placed(layout, arrivals, rows, groups, num_rows)
 
     def _outputs(
         self, bank: int | None, num_rows: int, row: DispatchRow, blank: bool, direct: bool
@@ -290,25 +252,24 @@ class HostEngine:
         self,
         outputs: list[torch.Tensor],
         row: DispatchRow,
-        records: Array,
+        records: list[int],
         placed: Placed,
         sent: Sent | None,
         direct: Collection[int],
     ) -> None:
-        """Copy arrival i to its rows of `outputs`, from its record in the window (0 = missing) or, if it is the own
-        rank's, from where the caller keeps it. The rows of `direct` peers are there already."""
-        arrivals, stream = placed.arrivals, self.runtime.streams(placed.num_filled, row.payload_bytes)
-        for peer in direct:
-            records[arrivals.rows_from(peer)] = 0
-        tokens = None
-        if sent is not None and sent.routing.rows_per_peer[self.rank]:
-            tokens = sent.routing.tokens_for(self.rank).astype(np.int64)
-        for out, at in zip(outputs, (0, row.sf), strict=False):
-            row_bytes = out.shape[1]
-            if sent is not None and tokens is not None:
-                first = (sent.rows.sf if at else sent.rows.payload) - at
-                records[arrivals.rows_from(self.rank)] = first + row_bytes * tokens
-            self.kernels.place_rows(records, at, placed.rows, out.data_ptr(), row_bytes, stream)
+        """Copy every arrival to its rows of `outputs`, from the records in the window (0 = missing) or, if it is the
+        own rank's and `sent` tells, from where the caller keeps it. The rows of `direct` peers are there already."""
+        arrivals, own = placed.arrivals, -1 if sent is None else self.rank
+        stream = self.runtime.streams(placed.num_filled, row.payload_bytes)
+        for part, out in enumerate(outputs):
+            at = row.sf if part else 0
+            first = [record + at if record and peer not in direct else 0 for peer, record in enumerate(records)]
+            if sent is not None:
+                first[own] = sent.rows.sf if part else sent.rows.payload
+            self.kernels.place_rows(
+                np.array(first, np.int64), row.stride, arrivals.offsets, own, arrivals.tokens, placed.rows,
+                out.data_ptr(), out.shape[1], stream,
+            )  # fmt: skip
 
     def finish_dispatch(self, epoch: int) -> None:
         """The windows of this step may be written again."""
@@ -380,13 +341,12 @@ class HostEngine:
     def _partial_sums(self, outgoing: Array, arrivals: Arrivals, weighted: bool) -> tuple[Array, torch.Tensor]:
         """One row per arrival, in the place of its highest slot."""
         sums = self.pool.empty((arrivals.num_rows, self.hidden), torch.bfloat16)
-        no_bias = np.empty(0, np.int64)
         self.kernels.reduce_rows(
             outgoing,
             False,
             arrivals.weights,
             weighted,
-            no_bias,
+            _NO_BIAS,
             sums.data_ptr(),
             self.hidden,
             self.runtime.streams(arrivals.num_rows, 2 * self.hidden),
@@ -399,7 +359,7 @@ class HostEngine:
         self,
         epoch: int,
         routing: Routing,
-        settings: str,
+        settings: bytes,
         wire: WireFormat,
         *,
         rows: Rows,
@@ -410,12 +370,12 @@ class HostEngine:
     ) -> tuple[torch.Tensor, torch.Tensor | None, int, bool]:
         """Wait for all peers and sum their rows: (x [T, hidden], weights [T, K] or None, rows missing, needs_grad)."""
         row = self.combine_row(wire)
-        records, heard, num_missing, needs_grad = combine.receive(
+        records, brought, num_missing, needs_grad = combine.receive(
             self.runtime, self.combine_lane, epoch, routing, row, settings, rows
         )
         returned = None
         if return_weights:
-            returned = self._returned_weights(epoch, routing, row, heard)
+            returned = self._returned_weights(epoch, routing, row, brought >= 0)
         operands = records
         if own is not None:
             arrivals, outgoing = own
@@ -431,7 +391,7 @@ class HostEngine:
             is_float32,
             routing.weights,
             weighted,
-            np.array([bias.data_ptr() for bias in biases], np.int64),
+            np.array([bias.data_ptr() for bias in biases], np.int64) if biases else _NO_BIAS,
             out.data_ptr(),
             self.hidden,
             self.runtime.streams(routing.num_tokens, 2 * self.hidden),

@@ -167,11 +167,11 @@ def wait_word(address, word, spins, yields, naps):
     return load_acquire(address)
 
 
-@njit(nogil=True, cache=True)
+@njit(cache=True)
 def publish(address, word):
     store_release(address, word)
 
 
-@njit(nogil=True, cache=True)
+@njit(cache=True)
 def read_word(address):
     return load_acquire(address)

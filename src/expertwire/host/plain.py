@@ -95,21 +95,26 @@ def _quiet(rows: torch.Tensor) -> torch.Tensor:
 
 
 def route(
-    topk_idx: Array, expert_rank: Array, expert_local: Array, num_ranks: int, distinct: bool
-) -> tuple[Array, Array, Array, Array, Array, int, int]:
-    is_repeat = _repeats(topk_idx) & (topk_idx < expert_rank.size) & distinct
-    valid = (topk_idx >= 0) & (topk_idx < expert_rank.size) & ~is_repeat
-    expert = np.where(valid, topk_idx, 0)
+    topk_idx: int, weights: int, num_tokens: int, num_topk: int, expert_rank: Array, expert_local: Array,
+    num_ranks: int, distinct: bool,
+) -> tuple[Array, Array, Array, Array, Array, Array, int, int]:  # fmt: skip
+    ids = _bytes_at(topk_idx, 8 * num_tokens * num_topk).view(np.int64).reshape(num_tokens, num_topk)
+    shares = np.ones(ids.shape, np.float32)
+    if weights:
+        shares[:] = _bytes_at(weights, shares.nbytes).view(np.float32).reshape(ids.shape)
+    is_repeat = _repeats(ids) & (ids < expert_rank.size) & distinct
+    valid = (ids >= 0) & (ids < expert_rank.size) & ~is_repeat
+    expert = np.where(valid, ids, 0)
     slot_rank = np.where(valid, expert_rank[expert], -1).astype(np.int32)
     slot_local = np.where(valid, expert_local[expert], -1).astype(np.int32)
     is_last = valid & ~_named_before(slot_rank[:, ::-1])[:, ::-1]
-    goes = np.zeros((num_ranks, len(topk_idx)), np.bool_)
+    goes = np.zeros((num_ranks, num_tokens), np.bool_)
     token, slot = np.nonzero(valid)
     goes[slot_rank[token, slot], token] = True
     offsets = np.concatenate([[0], np.cumsum(goes.sum(axis=1))]).astype(np.int64)
-    illegal = int(((topk_idx < -1) | (topk_idx >= expert_rank.size)).sum())
+    illegal = int(((ids < -1) | (ids >= expert_rank.size)).sum())
     tokens = np.nonzero(goes)[1].astype(np.int32)
-    return slot_rank, slot_local, is_last, offsets, tokens, int(is_repeat.sum()), illegal
+    return slot_rank, slot_local, is_last, offsets, tokens, shares, int(is_repeat.sum()), illegal
 
 
 def _named_before(ids: Array) -> Array:
@@ -148,9 +153,15 @@ def gather_rows(source: int, tokens: Array, out: int, stride: int, num_bytes: in
     move_rows(source + num_bytes * tokens.astype(np.int64), places, num_bytes)
 
 
-def place_rows(source: Array, at: int, rows: Array, out: int, num_bytes: int, stream: bool = False) -> None:
-    arrival, slot = np.nonzero((rows >= 0) & (source != 0)[:, None])
-    move_rows(source[arrival] + at, out + num_bytes * rows[arrival, slot], num_bytes)
+def place_rows(
+    first: Array, stride: int, offsets: Array, own: int, tokens: Array, rows: Array, out: int, num_bytes: int,
+    stream: bool = False,
+) -> None:  # fmt: skip
+    for rank in np.flatnonzero(first):
+        begin, end = offsets[rank : rank + 2]
+        at = num_bytes * tokens[begin:end].astype(np.int64) if rank == own else stride * np.arange(end - begin)
+        arrival, slot = np.nonzero(rows[begin:end] >= 0)
+        move_rows(first[rank] + at[arrival], out + num_bytes * rows[begin:end][arrival, slot], num_bytes)
 
 
 def scatter_rows(source: Array, tokens: Array, records: int, stride: int, num_bytes: int, stream: bool = False) -> None:
@@ -165,16 +176,16 @@ def outgoing_rows(rows: Array, y: int, num_bytes: int, offsets: Array) -> tuple[
 
 
 def expected_rows(
-    slot_rank: Array, is_last: Array, per_token: bool, heard: Array, records: int, apart: int, stride: int
-) -> tuple[Array, Array, int]:
+    slot_rank: Array, is_last: Array, per_token: bool, brought: Array, records: int, apart: int, stride: int
+) -> tuple[Array, int, bool]:
     expected = (slot_rank >= 0) & (is_last | per_token)
-    present = expected & heard[slot_rank]
+    present = expected & (brought >= 0)[slot_rank]
     cells = np.arange(slot_rank.size).reshape(slot_rank.shape)
-    counts = np.bincount(slot_rank[present], minlength=heard.size)
+    counts = np.bincount(slot_rank[present], minlength=brought.size)
     return (
         np.where(present, records + apart * slot_rank.astype(np.int64) + stride * cells, 0),
-        counts,
         int(expected.sum() - present.sum()),
+        bool(((counts == brought) | (brought < 0)).all()),
     )
 
 
@@ -204,20 +215,13 @@ def read_routing(at: int, apart: int, offsets: Array, num_topk: int) -> tuple[Ar
     return found[:, :num_topk].copy(), weights, found[:, -1].copy()
 
 
-def record_addresses(records: int, apart: int, stride: int, offsets: Array) -> Array:
-    rank = np.repeat(np.arange(offsets.size - 1), np.diff(offsets))
-    found: Array = records + rank * apart + (np.arange(rank.size) - offsets[rank]) * stride
-    return found
-
-
-def arrange(
-    topk_idx: Array, num_local_experts: int, alignment: int, room: int, compact: bool
-) -> tuple[Array, Array, Array, Array]:
-    counts = np.bincount(topk_idx[topk_idx >= 0], minlength=num_local_experts).astype(np.int32)
-    padded = np.full(counts.size, room, np.int64) if room else -(-counts.astype(np.int64) // alignment) * alignment
-    offsets = np.concatenate([[0], np.cumsum(padded)])
-    rows = _compact_rows(topk_idx) if compact else _expert_rows(topk_idx, offsets)
-    return rows, counts, padded, offsets
+def arrange(topk_idx: Array, num_local_experts: int, alignment: int, room: int, compact: bool) -> tuple[Array, Array]:
+    groups = np.zeros((3, num_local_experts + 1), np.int64)
+    counts, padded, offsets = groups[0, :-1], groups[1, :-1], groups[2]
+    counts[:] = np.bincount(topk_idx[topk_idx >= 0], minlength=num_local_experts)
+    padded[:] = room or -(-counts // alignment) * alignment
+    offsets[1:] = np.cumsum(padded)
+    return _compact_rows(topk_idx) if compact else _expert_rows(topk_idx, offsets), groups
 
 
 def _compact_rows(topk_idx: Array) -> Array:

@@ -17,12 +17,13 @@ _BLOCK = 2048
 
 
 @njit(nogil=True, cache=True)
-def route(topk_idx, expert_rank, expert_local, num_ranks, distinct):
+def route(topk_idx, weights, num_tokens, num_topk, expert_rank, expert_local, num_ranks, distinct):
     """Where each selection goes, and which tokens each rank gets.
 
-    topk_idx [T, K] int64 -> slot_rank [T, K], slot_local [T, K] (int32, -1 = no selection), is_last [T, K] (this slot
-    is the highest of its token that its rank serves), offsets [R + 1] int64, tokens [offsets[R]] int32: rank r gets
-    tokens[offsets[r]:offsets[r + 1]], ascending, each once.
+    topk_idx and weights are addresses of [T, K] int64 and float32 (0 = all ones) -> slot_rank [T, K], slot_local [T, K]
+    (int32, -1 = no selection), is_last [T, K] (this slot is the highest of its token that its rank serves), offsets
+    [R + 1] int64, tokens [offsets[R]] int32: rank r gets tokens[offsets[r]:offsets[r + 1]], ascending, each once; and
+    shares [T, K], a copy of the weights.
     With `distinct`, a later slot that repeats an expert of the same token counts as -1, and so does an id that is none;
     `repeats` and `illegal` say how many did.
 
@@ -30,7 +31,10 @@ def route(topk_idx, expert_rank, expert_local, num_ranks, distinct):
     slot_rank = [[0, 1], [0, 0], [-1, 1]], slot_local = [[0, 0], [1, 0], [-1, 1]], is_last = [[1, 1], [0, 1], [0, 1]],
     offsets = [0, 2, 4], tokens = [0, 1, 0, 2].
     """
-    num_tokens, num_topk = topk_idx.shape
+    ids = view(topk_idx, num_tokens * num_topk, np.int64).reshape((num_tokens, num_topk))
+    shares = np.ones((num_tokens, num_topk), np.float32)
+    if weights != 0:
+        copy_bytes(shares.ctypes.data, weights, shares.nbytes)
     slot_rank = np.empty((num_tokens, num_topk), np.int32)
     slot_local = np.empty((num_tokens, num_topk), np.int32)
     is_last = np.zeros((num_tokens, num_topk), np.bool_)
@@ -40,12 +44,12 @@ def route(topk_idx, expert_rank, expert_local, num_ranks, distinct):
     repeats = illegal = 0
     for t in range(num_tokens):
         for k in range(num_topk):
-            expert = topk_idx[t, k]
+            expert = ids[t, k]
             if expert < -1 or expert >= expert_rank.size:
                 illegal += 1
             if distinct and 0 <= expert < expert_rank.size:
                 for earlier in range(k):
-                    if topk_idx[t, earlier] == expert:
+                    if ids[t, earlier] == expert:
                         expert = -1
                         repeats += 1
                         break
@@ -75,7 +79,7 @@ def route(topk_idx, expert_rank, expert_local, num_ranks, distinct):
                 last_token[rank] = t
                 tokens[cursor[rank]] = t
                 cursor[rank] += 1
-    return slot_rank, slot_local, is_last, offsets, tokens, repeats, illegal
+    return slot_rank, slot_local, is_last, offsets, tokens, shares, repeats, illegal
 
 
 @njit(nogil=True, cache=True)
@@ -131,19 +135,26 @@ def gather_rows(source, tokens, out, stride, num_bytes, stream=False):
 
 
 @njit(nogil=True, cache=True)
-def place_rows(source, at, rows, out, num_bytes, stream=False):
-    """Copy arrival i from source[i] + at (source[i] = 0: missing) to row rows[i, k] of `out`, wherever that is >= 0.
+def place_rows(first, stride, offsets, own, tokens, rows, out, num_bytes, stream=False):
+    """Copy arrival i to row rows[i, k] of `out`, wherever that is >= 0.
 
-    source [m] int64, rows [m, K] int64, `out` the address of row 0, rows of `num_bytes`. Bytes moved: 2 * num_bytes per
-    filled row. Worked example: rows = [[0, 2], [1, -1]] copies arrival 0 to rows 0 and 2, arrival 1 to row 1.
+    first [R] int64, offsets [R + 1], rows [m, K] int64: arrivals offsets[r]:offsets[r + 1] lie `stride` apart from
+    first[r] on, 0 = not here. Those of rank `own` (-1 = none) are rows tokens[i] of the caller's input at first[own].
+    `out` is the address of row 0; rows of `num_bytes`. Bytes moved: 2 * num_bytes per filled row.
+    Worked example: first = [1000, 5000], stride = 100, offsets = [0, 2, 3], own = 1, tokens = [0, 1, 7] and num_bytes =
+    10 read from 1000, 1100 and 5070; rows = [[0, 2], [1, -1], [-1, 3]] copy them to rows 0 and 2, to row 1, to row 3.
     """
-    for i in range(source.size):
-        for k in range(rows.shape[1]):
-            if rows[i, k] >= 0 and source[i] != 0:
-                if stream:
-                    stream_bytes(out + rows[i, k] * num_bytes, source[i] + at, num_bytes)
-                else:
-                    copy_bytes(out + rows[i, k] * num_bytes, source[i] + at, num_bytes)
+    for rank in range(first.size):
+        if first[rank] == 0:
+            continue
+        for i in range(offsets[rank], offsets[rank + 1]):
+            at = tokens[i] * num_bytes if rank == own else (i - offsets[rank]) * stride
+            for k in range(rows.shape[1]):
+                if rows[i, k] >= 0:
+                    if stream:
+                        stream_bytes(out + rows[i, k] * num_bytes, first[rank] + at, num_bytes)
+                    else:
+                        copy_bytes(out + rows[i, k] * num_bytes, first[rank] + at, num_bytes)
     store_fence()
 
 
@@ -184,28 +195,31 @@ def outgoing_rows(rows, y, num_bytes, offsets):
 
 
 @njit(nogil=True, cache=True)
-def expected_rows(slot_rank, is_last, per_token, heard, records, apart, stride):
-    """Where the rows that combine brings lie, how many each rank brings, and how many never come.
+def expected_rows(slot_rank, is_last, per_token, brought, records, apart, stride):
+    """Where the rows that combine brings lie, how many never come, and whether each rank brought what it had to.
 
     slot_rank [T, K] int32, is_last [T, K]; a row per slot if `per_token`, else one per (token, rank), at its last slot.
-    heard [R] bool: ranks that are not masked; rank r's records begin at records + r * apart, `stride` apart.
-    -> table [T, K] int64 addresses (0 = no row), counts [R], missing.
+    brought [R] int64: rows, -1 = a masked rank; rank r's records begin at records + r * apart, `stride` apart.
+    -> table [T, K] int64 addresses (0 = no row), missing, agrees.
     """
     num_topk = slot_rank.shape[1]
     table = np.zeros(slot_rank.shape, np.int64)
-    counts = np.zeros(heard.size, np.int64)
+    outstanding = brought.copy()
     missing = 0
     for t in range(slot_rank.shape[0]):
         for k in range(num_topk):
             rank = slot_rank[t, k]
             if rank < 0 or not (per_token or is_last[t, k]):
                 continue
-            if heard[rank]:
+            if brought[rank] >= 0:
                 table[t, k] = records + rank * apart + (t * num_topk + k) * stride
-                counts[rank] += 1
+                outstanding[rank] -= 1
             else:
                 missing += 1
-    return table, counts, missing
+    agrees = True
+    for rank in range(brought.size):
+        agrees = agrees and (outstanding[rank] == 0 or brought[rank] < 0)
+    return table, missing, agrees
 
 
 @njit(nogil=True, cache=True)
@@ -266,41 +280,26 @@ def read_routing(at, apart, offsets, num_topk):
 
 
 @njit(nogil=True, cache=True)
-def record_addresses(records, apart, stride, offsets):
-    """int64 [m]: where the records of the rows offsets[r]:offsets[r + 1] lie, from records + r * apart on, `stride`
-    apart.
-
-    Worked example: records = 1000, apart = 100, stride = 10, offsets = [0, 2, 3] gives [1000, 1010, 1100].
-    """
-    found = np.empty(offsets[-1], np.int64)
-    for rank in range(offsets.size - 1):
-        for i in range(offsets[rank], offsets[rank + 1]):
-            found[i] = records + rank * apart + (i - offsets[rank]) * stride
-    return found
-
-
-@njit(nogil=True, cache=True)
 def arrange(topk_idx, num_local_experts, alignment, room, compact):
     """The output row of every received selection, before any row has moved.
 
-    topk_idx [m, K] int32 local ids, -1 = none -> rows [m, K] int64 (-1 = none), counts int32 [L] (selections per
-    expert), padded int64 [L] (rows of each expert's group: `room`, or, if that is 0, the count rounded up to
-    `alignment`) and offsets int64 [L + 1] (where the groups begin).
+    topk_idx [m, K] int32 local ids, -1 = none -> rows [m, K] int64 (-1 = none) and groups int64 [3, L + 1], one column
+    per expert and a last one: selections per expert; rows of its group (`room`, or, if that is 0, the selections
+    rounded up to `alignment`); where the group begins, and last where they end.
 
     With `compact` row i is arrival i, at its highest slot; else rows of one expert follow in the order of arrivals,
     which is (source rank, source token), then slot.
 
-    Worked example: topk_idx = [[0, 1], [1, -1], [0, 0]], L = 2, alignment = 4 gives counts = [3, 2], padded = [4, 4],
-    offsets = [0, 4, 8] and rows = [[0, 4], [5, -1], [1, 2]]; with `compact` rows = [[-1, 0], [1, -1], [-1, 2]].
+    Worked example: topk_idx = [[0, 1], [1, -1], [0, 0]], L = 2, alignment = 4 gives groups = [[3, 2, 0], [4, 4, 0],
+    [0, 4, 8]] and rows = [[0, 4], [5, -1], [1, 2]]; with `compact` rows = [[-1, 0], [1, -1], [-1, 2]].
     """
     num_rows, num_topk = topk_idx.shape
-    counts = np.zeros(num_local_experts, np.int32)
+    groups = np.zeros((3, num_local_experts + 1), np.int64)
+    counts, padded, offsets = groups[0], groups[1], groups[2]
     for i in range(num_rows):
         for k in range(num_topk):
             if topk_idx[i, k] >= 0:
                 counts[topk_idx[i, k]] += 1
-    padded = np.empty(num_local_experts, np.int64)
-    offsets = np.zeros(num_local_experts + 1, np.int64)
     for expert in range(num_local_experts):
         padded[expert] = room if room > 0 else (counts[expert] + alignment - 1) // alignment * alignment
         offsets[expert + 1] = offsets[expert] + padded[expert]
@@ -317,7 +316,7 @@ def arrange(topk_idx, num_local_experts, alignment, room, compact):
                     cursor[expert] += 1
         if compact and last >= 0:
             rows[i, last] = i
-    return rows, counts, padded, offsets
+    return rows, groups
 
 
 @njit(nogil=True, cache=True, error_model="numpy")

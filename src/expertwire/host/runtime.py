@@ -40,12 +40,10 @@ _PATIENCE = (0, 0, 100)
 # More than a rank's share of a last-level cache: such rows have left it before anybody reads them.
 _STREAM_FROM_BYTES = 4 << 20
 
-_HEADER_PREFIX = struct.Struct("<BqH")  # flags, epoch, bytes of text
-NEEDS_GRAD, ANNOUNCES, DEFERS = 1, 2, 4  # flags
-
-
-def any_needs_grad(flags: dict[int, int]) -> bool:
-    return any(flag & NEEDS_GRAD for flag in flags.values())
+_HEADER_PREFIX = struct.Struct("<qH")  # epoch, bytes of text
+# Flags, in the first byte of a header. ANNOUNCES: the rows follow when they have a place; DEFERS: the writer gives no
+# places itself (`protocols.rendezvous`).
+NEEDS_GRAD, ANNOUNCES, DEFERS = 1, 2, 4
 
 
 Segments = list[tuple[Array, int]]  # (byte offsets in the reader's window, bytes at each of them)
@@ -53,26 +51,25 @@ Put = Callable[[int, Region, int], Segments]
 
 
 class Header(NamedTuple):
-    """What travels in front of the rows of a put: the settings of the call, to be compared, and the wish for gradients.
+    """What travels in front of the rows of a put: the step's epoch and the settings of the call, packed, which must be
+    equal on all ranks; and flags, which need not.
 
     Backward passes are collective: if one rank needs gradients, all take part.
     """
 
-    text: str
-    needs_grad: bool = False
-
-    def pack(self, epoch: int, flags: int = 0) -> bytes:
-        """Its bytes in a window. Further flags: ANNOUNCES, the rows follow when they have a place; DEFERS, the writer
-        gives no places itself (`protocols.rendezvous`)."""
-        text = self.text.encode()[: HEADER_BYTES - _HEADER_PREFIX.size]
-        flags |= NEEDS_GRAD if self.needs_grad else 0
-        return _HEADER_PREFIX.pack(flags, epoch, len(text)) + text
+    settings: bytes
+    flags: int
 
     @staticmethod
-    def unpack(raw: bytes) -> tuple[int, str]:
-        """The epoch and text that lie in a window."""
-        _, epoch, length = _HEADER_PREFIX.unpack_from(raw)
-        return epoch, raw[_HEADER_PREFIX.size : _HEADER_PREFIX.size + length].decode(errors="replace")
+    def make(epoch: int, text: str, *, needs_grad: bool = False) -> Header:
+        raw = text.encode()[: HEADER_BYTES - 1 - _HEADER_PREFIX.size]
+        return Header(_HEADER_PREFIX.pack(epoch, len(raw)) + raw, NEEDS_GRAD if needs_grad else 0)
+
+    @staticmethod
+    def unpack(settings: bytes) -> tuple[int, str]:
+        """The epoch and text of packed settings."""
+        epoch, length = _HEADER_PREFIX.unpack_from(settings)
+        return epoch, settings[_HEADER_PREFIX.size : _HEADER_PREFIX.size + length].decode(errors="replace")
 
 
 class Windows(Protocol):
@@ -113,7 +110,10 @@ class HostRuntime:
         self.mask_peers = mask_peers
         self.debug_poison = debug_poison
         self.masked: set[int] = set()
-        self._offset = functools.cache(lambda word: layout.word(*word))
+        # Where words, and the headers and rows of regions, lie: the same few again and again.
+        self._address = functools.cache(lambda owner, word: self.base[owner] + layout.word(*word))
+        self.header_at = functools.cache(lambda region: layout.header(*region))
+        self.rows_at = functools.cache(lambda region: layout.rows(*region))
         crowded = self.num_ranks > len(os.sched_getaffinity(0))
         self._first_patience = _CROWDED_PATIENCE if crowded else _FIRST_PATIENCE
         self.closed = False
@@ -151,9 +151,6 @@ class HostRuntime:
 
     # -- words ---------------------------------------------------------------------------------------------------
 
-    def _address(self, owner: int, word: Word) -> int:
-        return self.base[owner] + self._offset(word)
-
     def publish(self, peer: int, word: Word, epoch: int, count: int = 0) -> None:
         """Set a word in the window of `peer` (release)."""
         if peer == self.rank:
@@ -166,6 +163,10 @@ class HostRuntime:
         itself, the segments are there already."""
         self.publish(peer, word, epoch, count)
 
+    def peek(self, word: Word) -> int:
+        """The value of the own window's word now (acquire)."""
+        return self.kernels.read_word(self._address(self.rank, word))
+
     def watch(self, word: Word, wanted: int, patience: tuple[int, int, int]) -> int:
         """The value of the own window's word (acquire), once it is >= `wanted` or patience runs out."""
         return self.kernels.wait_word(self._address(self.rank, word), wanted, *patience)
@@ -174,12 +175,9 @@ class HostRuntime:
         """Seconds, for time-outs."""
         return time.perf_counter()
 
-    def _is_set(self, word: Word) -> bool:
-        return self.kernels.read_word(self._address(self.rank, word)) != 0
-
     def has_left(self, peer: int) -> bool:
         """The peer will signal no more: it closed its buffer, goes on without this rank, or its process is gone."""
-        if self._is_set(Word("leaving", peer)) or self._is_set(Word("excluded", peer)):
+        if self.peek(Word("leaving", peer)) or self.peek(Word("excluded", peer)):
             return True
         return self.transport.alive(peer) is False
 
@@ -187,6 +185,10 @@ class HostRuntime:
         """Skip this peer from now on, and let it know, so that it does not write here any more."""
         self.masked.add(peer)
         self.publish(peer, Word("excluded", self.rank), 1)
+
+    @property
+    def masked_ranks(self) -> tuple[int, ...]:
+        return tuple(sorted(self.masked)) if self.masked else ()
 
     def _usable(self, peer: int) -> bool:
         if self._words[self._excluded[peer]] and peer not in self.masked:
@@ -211,12 +213,12 @@ class HostRuntime:
         """Carry out one half of a protocol; returns the last count that each writer signalled, masked ones absent.
 
         `put(peer, region, count)` writes rows into a peer's memory before their signal, and says where. Time-outs count
-        from `since` on the clock, and name the late ones of the `asked` peers, all by default.
+        from `since` on the clock, by default from the first wait that blocks, and name the late ones of the `asked`
+        peers, all by default.
         """
         if self.closed:
             raise BufferClosed(f"rank {self.rank}: this buffer is closed; there is nothing left to send or receive")
         counts: dict[int, int] = {}
-        started = self.clock() if since is None else since
         answer: int | None = None
         while True:
             try:
@@ -225,9 +227,13 @@ class HostRuntime:
                 return counts
             answer = None
             if isinstance(operation, Wait):
-                answer = self._wait(phase, operation.word, operation.epoch, started, asked)
+                word, epoch = operation.word, operation.epoch
+                answer = self._count(word, epoch)
+                if answer is None and word.writer not in self.masked:
+                    since = self.clock() if since is None else since
+                    answer = self._wait(phase, word, epoch, since, asked)
                 if answer is not None:
-                    counts[operation.word.writer] = answer
+                    counts[word.writer] = answer
             elif isinstance(operation, PutSignal):
                 peer, count = operation.peer, operation.count
                 if self._usable(peer):
@@ -240,34 +246,35 @@ class HostRuntime:
             else:  # the caller reads the rows where they lie, before it runs `finish`
                 assert isinstance(operation, Load), f"the host engine has no {operation}"
 
-    def _wait(self, phase: str, word: Word, epoch: int, started: float, asked: Collection[int] | None) -> int | None:
-        """The count of the word once it has reached `epoch`; None if its writer is masked."""
-        peer = word.writer
-        if peer in self.masked:
-            return None
-        if peer == self.rank:
+    def _count(self, word: Word, epoch: int) -> int | None:
+        """The count of the word; None if it has not reached `epoch`, or if its writer is masked."""
+        if word.writer == self.rank:
             told, count = self._told_itself.get(word, (0, 0))
             assert told >= epoch, f"{word} would be waited for before it is signalled"
             return count
-        wanted = pack(epoch, REFUSED)
-        began = self.clock()
-        seen = self.watch(word, wanted, self._first_patience)
-        while seen < wanted:
+        if word.writer in self.masked:
+            return None
+        seen, count = unpack(self.peek(word))
+        return count if seen >= epoch else None
+
+    def _wait(self, phase: str, word: Word, epoch: int, since: float, asked: Collection[int] | None) -> int | None:
+        """The count of the word once it has reached `epoch`; None if its writer had to be masked."""
+        peer, wanted, began = word.writer, pack(epoch, REFUSED), self.clock()
+        patience = self._first_patience
+        while self.watch(word, wanted, patience) < wanted:
+            patience = _PATIENCE
             self.transport.raise_if_aborted()
             lost = self.has_left(peer)
-            if lost:  # it may have signalled just before it left
-                seen = self.kernels.read_word(self._address(self.rank, word))
-                if seen >= wanted:
-                    break
-            waited = self.clock() - started
+            if lost and self.peek(word) >= wanted:  # it may have signalled just before it left
+                break
+            waited = self.clock() - since
             if lost or (self.timeout_s is not None and waited > self.timeout_s):
                 if not self.mask_peers:
                     self._give_up(phase, word, epoch, waited, lost, asked)
                 self.mask(peer)
                 return None
-            seen = self.watch(word, wanted, _PATIENCE)
         self.wait_s[peer] += self.clock() - began
-        return unpack(seen)[1]
+        return self._count(word, epoch)
 
     def _give_up(
         self, phase: str, word: Word, epoch: int, waited: float, lost: bool, asked: Collection[int] | None
@@ -277,7 +284,7 @@ class HostRuntime:
         for peer in range(self.num_ranks) if asked is None else asked:
             if peer == self.rank:
                 continue
-            seen = self.kernels.read_word(self._address(self.rank, Word(word.purpose, peer, word.bank)))
+            seen = self.peek(Word(word.purpose, peer, word.bank))
             gone = self.has_left(peer)
             if seen < pack(epoch, REFUSED) and peer not in self.masked and (gone or not lost):
                 alive = False if gone else self.transport.alive(peer)
@@ -290,32 +297,34 @@ class HostRuntime:
 
     # -- headers -------------------------------------------------------------------------------------------------
 
-    def write_header(self, peer: int, offset: int, packed: bytes) -> Segments:
+    def write_header(self, peer: int, offset: int, settings: bytes, flags: int) -> Segments:
         """Describe a put in front of its rows: how the writer understood this call, or why it refused it."""
-        self.bytes_of[peer][offset : offset + len(packed)] = packed
-        return [(np.array([offset]), len(packed))] if self.hands_over else []
+        window, end = self.bytes_of[peer], offset + 1 + len(settings)
+        window[offset] = flags
+        window[offset + 1 : end] = settings
+        return [(np.array([offset]), end - offset)] if self.hands_over else []
 
     def check_headers(
-        self, phase: str, epoch: int, counts: dict[int, int], first: int, apart: int, expected: str
-    ) -> dict[int, int]:
-        """Raise if a peer refused this step, or called it with other settings. The flags of every peer, whose header
-        lies at byte first + peer * apart."""
-        same, own = Header(expected).pack(epoch)[1:], self.bytes_of[self.rank]
-        flags = {}
+        self, phase: str, epoch: int, counts: dict[int, int], first: int, apart: int, settings: bytes
+    ) -> tuple[int, dict[int, int]]:
+        """Raise if a peer refused this step, or called it with other settings. Otherwise the flags that any peer set,
+        and those of each. A peer's header lies at byte first + peer * apart."""
+        own, length, any_flags, flags = self.bytes_of[self.rank], len(settings), 0, {}
         for peer in counts:
             at = first + peer * apart
-            if own[at + 1 : at + 1 + len(same)].tobytes() != same:
-                self._raise_for_headers(phase, epoch, counts, first, apart, expected)
+            if own[at + 1 : at + 1 + length].tobytes() != settings:
+                self._raise_for_headers(phase, epoch, counts, first, apart, settings)
             flags[peer] = own[at]
-        return flags
+            any_flags |= own[at]
+        return any_flags, flags
 
     def _raise_for_headers(
-        self, phase: str, epoch: int, counts: dict[int, int], first: int, apart: int, expected: str
+        self, phase: str, epoch: int, counts: dict[int, int], first: int, apart: int, settings: bytes
     ) -> None:
-        texts = {}
+        texts, (_, expected) = {}, Header.unpack(settings)
         for peer in counts:
             at = first + peer * apart
-            seen, texts[peer] = Header.unpack(self.own[at : at + HEADER_BYTES].tobytes())
+            seen, texts[peer] = Header.unpack(self.own[at + 1 : at + HEADER_BYTES].tobytes())
             if seen != epoch:
                 there = f"of {phase} {seen}" if seen else "from before the first call"
                 raise TransportBroken(
@@ -363,6 +372,7 @@ class HostRuntime:
             self.publish(peer, Word("leaving", self.rank), 1)
         self.closed = True
         self.base, self.bytes_of, self.own, self.output_base = [], [], np.empty(0, np.uint8), []
+        self._address.cache_clear()
         self._words = memoryview(b"")
         self.outputs.close()
         self.transport.close()

@@ -127,6 +127,14 @@ class WindowLayout:
         """Byte offset of record (token 0, slot 0); record (t, k) is `(t * num_topk + k) * stride` further."""
         return self.combine_header(bank, self.num_ranks - 1) + HEADER_BYTES + writer * self.combine_apart
 
+    def header(self, lane: str, bank: int, writer: int) -> int:
+        """Byte offset of the header in front of the rows of a region of "dispatch" or "combine"."""
+        return {"dispatch": self.dispatch_header, "combine": self.combine_header}[lane](bank, writer)
+
+    def rows(self, lane: str, bank: int, writer: int) -> int:
+        """Byte offset of the first record of such a region."""
+        return {"dispatch": self.dispatch_rows, "combine": self.combine_rows}[lane](bank, writer)
+
     @cached_property
     def combine_apart(self) -> int:
         """Bytes from one writer's combine records to those of the next: none where all share them."""

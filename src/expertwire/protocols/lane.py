@@ -25,7 +25,13 @@ from expertwire.ordering.operations import Load, Operation, PutSignal, Region, S
 Step = Generator[Operation, int | None, None]
 
 
-_word = lru_cache(maxsize=4096)(Word)  # the same few words again and again
+# The same few regions and words again and again.
+_region = lru_cache(maxsize=4096)(Region)
+
+
+@lru_cache(maxsize=4096)
+def _word(lane: str, purpose: str, writer: int, bank: int) -> Word:
+    return Word(f"{lane}_{purpose}", writer, bank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +45,13 @@ class Lane:
         return epoch % self.num_banks
 
     def rows(self, epoch: int, writer: int) -> Region:
-        return Region(self.name, self.bank(epoch), writer)
+        return _region(self.name, epoch % self.num_banks, writer)
 
     def ready(self, epoch: int, writer: int) -> Word:
-        return _word(f"{self.name}_ready", writer, self.bank(epoch))
+        return _word(self.name, "ready", writer, epoch % self.num_banks)
 
     def done(self, epoch: int, reader: int) -> Word:
-        return _word(f"{self.name}_done", reader, self.bank(epoch))
+        return _word(self.name, "done", reader, epoch % self.num_banks)
 
 
 @lru_cache(maxsize=1024)
@@ -60,10 +66,11 @@ def ring(rank: int, num_ranks: int) -> tuple[int, ...]:
 
 def send(lane: Lane, rank: int, epoch: int, counts: Sequence[int]) -> Step:
     """Send half: put `counts[peer]` rows into every peer's window (also the own one) and signal READY."""
+    rows, ready = lane.rows(epoch, rank), lane.ready(epoch, rank)
     for peer in ring(rank, len(counts)):
         if epoch > lane.num_banks:
             yield Wait(lane.done(epoch, peer), epoch - lane.num_banks)
-        yield PutSignal(peer, lane.rows(epoch, rank), counts[peer], lane.ready(epoch, rank), epoch)
+        yield PutSignal(peer, rows, counts[peer], ready, epoch)
 
 
 def receive(lane: Lane, rank: int, epoch: int, num_ranks: int) -> Step:
@@ -80,5 +87,6 @@ def receive(lane: Lane, rank: int, epoch: int, num_ranks: int) -> Step:
 
 def finish(lane: Lane, rank: int, epoch: int, num_ranks: int) -> Step:
     """Tell every writer that its rows of this step were read, or that their views were given back."""
+    done = lane.done(epoch, rank)
     for peer in ring(rank, num_ranks):
-        yield Signal(peer, lane.done(epoch, rank), epoch)
+        yield Signal(peer, done, epoch)
