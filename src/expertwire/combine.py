@@ -121,7 +121,7 @@ class Combiner:
         def backward(grads: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
             grad_sums = as_rows(grads[0], handle.num_tokens, self._settings.hidden)
             spread = self._spread(handle, grad_sums, None if returned is None else grads[1])
-            grad_rows = spread.payload.view(torch.bfloat16)
+            grad_rows = spread.payload
             grad_returned = grad_weights = None
             if returned is not None:
                 grad_returned = torch.zeros(returned)

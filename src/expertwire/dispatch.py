@@ -17,7 +17,7 @@ from expertwire.formats import BF16, FP8Block, WireFormat
 from expertwire.formats.fp8 import column_major
 from expertwire.handle import Dispatched, Handle
 from expertwire.host.dispatch import Routing, WireRows
-from expertwire.host.engine import Received
+from expertwire.host.engine import Dtypes, Received
 from expertwire.host.placed import Arrangement, Placed
 from expertwire.host.runtime import Header
 from expertwire.layouts.receive import Layout
@@ -28,7 +28,7 @@ class _Plan(NamedTuple):
 
     handle: Handle
     rows: WireRows
-    dtypes: tuple[torch.dtype, torch.dtype | None]
+    dtypes: Dtypes
     wire: WireFormat | None
     arrangement: Arrangement
     cached: bool
@@ -72,7 +72,7 @@ class Dispatcher:
         receive = self._steps.dispatch(
             epoch, plan.routing, plan.rows, plan.header, plan.arrangement,
             known=handle._arrived if plan.cached else None, send_routing=not plan.cached,
-            defers=defer_receive, hold_bank=zero_copy,
+            defers=defer_receive, dtypes=plan.dtypes, hold_bank=zero_copy,
         )  # fmt: skip
 
         def complete() -> dict[str, Any]:
@@ -170,13 +170,13 @@ class Dispatcher:
         header = Header.make(epoch, f"{kind}, routing of dispatch {handle._number}", needs_grad=needs_grad)
         return _Plan(handle, rows, dtypes, wire, handle._arrangement, cached, header, tracked, topk_weights)
 
-    def _encoded_rows(self, x: Any, wire: WireFormat) -> tuple[WireRows, tuple[torch.dtype, torch.dtype | None]]:
+    def _encoded_rows(self, x: Any, wire: WireFormat) -> tuple[WireRows, Dtypes]:
         hidden = self._settings.hidden
         _check.tensor(self._rank, "x", x, (torch.bfloat16,), (x.shape[0], hidden), self._meaning)
         _check.tokens(self._rank, "x", x.shape[0], self._settings.num_max_tokens_per_rank)
         return self._engine.encode(x, wire), (wire.payload_dtype, wire.sf_dtype)
 
-    def _opaque_rows(self, x: Any) -> tuple[WireRows, tuple[torch.dtype, torch.dtype | None]]:
+    def _opaque_rows(self, x: Any) -> tuple[WireRows, Dtypes]:
         rank, settings = self._rank, self._settings
         if len(x) != 2:
             raise InvalidArgument(f"rank {rank}: x must be a tensor or a pair (payload, sf), got {len(x)} parts")
@@ -215,10 +215,8 @@ class Dispatcher:
         return fields | {"x": x, "sf": sf}
 
     def _typed(self, plan: _Plan, received: Received) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Received bytes as tensors of the wire format, in the shape of the layout."""
-        x, sf = received.payload.view(plan.dtypes[0]), None
-        if received.sf is not None and plan.dtypes[1] is not None:
-            sf = received.sf.view(plan.dtypes[1])
+        """What was received as the caller wants it: decoded, in the shape of the layout."""
+        x, sf = received.payload, received.sf
         if isinstance(plan.wire, FP8Block) and plan.wire.decode:
             assert sf is not None
             x, sf = self._engine.decode(x, sf, plan.wire), None

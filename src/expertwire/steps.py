@@ -15,7 +15,7 @@ from expertwire.errors import GroupMismatch, InFlightError, PeerRefused
 from expertwire.formats import WireFormat
 from expertwire.host.combine import Rows
 from expertwire.host.dispatch import Routing, WireRows, refuse
-from expertwire.host.engine import HostEngine, Received
+from expertwire.host.engine import Dtypes, HostEngine, Received
 from expertwire.host.placed import Arrangement, Placed
 from expertwire.host.runtime import Header
 from expertwire.protocols import lane as protocol
@@ -135,11 +135,12 @@ class Steps:
         known: Placed | None = None,
         send_routing: bool = True,
         defers: bool = False,
+        dtypes: Dtypes = (torch.bfloat16, None),
         zero_unused: bool = False,
         hold_bank: bool = False,
     ) -> Callable[[], Received]:
-        """Send rows along `routing`; the result receives them, at once unless the caller `defers` that. `hold_bank`
-        leaves the step open (zero-copy views)."""
+        """Send rows along `routing`; the result receives them as tensors of `dtypes`, at once unless the caller
+        `defers` that. `hold_bank` leaves the step open (zero-copy views)."""
         if self.dispatches.void:
             self._settle(self.dispatches)
         row = self.engine.dispatch_row(rows.payload_bytes, rows.sf_bytes)
@@ -158,6 +159,7 @@ class Steps:
                     known=known,
                     send_routing=send_routing,
                     sent=None if defers else sent,
+                    dtypes=dtypes,
                     zero_unused=zero_unused,
                     reuse_bank=hold_bank,
                 )

@@ -218,7 +218,7 @@ def test_memory_of_a_failed_step_is_never_lent_again():
             buf.dispatch(x, ids)
         (kept,) = runtime.outputs._kept
         gc.collect()
-        others = [runtime.outputs.empty((64,)) for _ in range(100)]
+        others = [runtime.outputs.empty((64,), torch.uint8) for _ in range(100)]
         first, last = kept.data_ptr(), kept.data_ptr() + kept.nbytes
         assert not [o for o in others if o is not None and first <= o.data_ptr() < last]
         rank.barrier()
@@ -295,27 +295,28 @@ def outputs(num_bytes):
 def test_blocks_are_lent_first_fit():
     memory = outputs(8 * PAGE_BYTES)
     memory._populate = lambda end: True
-    a, b, c = (memory.empty((n, PAGE_BYTES)) for n in (2, 1, 3))
+    a, b, c = (memory.empty((n, PAGE_BYTES), torch.uint8) for n in (2, 1, 3))
     assert [memory.place(block) // PAGE_BYTES for block in (a, b, c)] == [0, 2, 3]
-    assert memory.empty((3, PAGE_BYTES)) is None
+    assert memory.empty((3, PAGE_BYTES), torch.uint8) is None
     view = b[0, 7:9]
     del a, b
     gc.collect()
-    assert memory.empty((3, PAGE_BYTES)) is None, "a view keeps the block between"
-    d = memory.empty((100,))
+    assert memory.empty((3, PAGE_BYTES), torch.uint8) is None, "a view keeps the block between"
+    d = memory.empty((100,), torch.uint8)
     assert memory.place(d) == 0
-    assert memory.place(memory.empty((5, 7))) == PAGE_BYTES
+    assert memory.place(memory.empty((PAGE_BYTES,), torch.bfloat16)) == 6 * PAGE_BYTES, "two pages"
+    assert memory.place(memory.empty((5, 7), torch.bfloat16)) == PAGE_BYTES
     del view
     gc.collect()
     memory.keep([c])
     del c
     gc.collect()
-    e = memory.empty((2, PAGE_BYTES))
+    e = memory.empty((2, PAGE_BYTES), torch.uint8)
     assert memory.place(e) == PAGE_BYTES
-    assert memory.empty((3, PAGE_BYTES)) is None, "what is kept is not lent"
-    assert memory.empty((0, 4)).shape == (0, 4)
+    assert memory.empty((3, PAGE_BYTES), torch.uint8) is None, "what is kept is not lent"
+    assert memory.empty((0, 4), torch.float32).shape == (0, 4)
     memory.close()
-    assert memory.empty((1,)) is None
+    assert memory.empty((1,), torch.uint8) is None
     e.fill_(1)
 
 
@@ -329,7 +330,7 @@ def test_every_page_is_asked_for_once():
 
     memory._populate = populate
     for num_bytes in (PAGE_BYTES, 2 * PAGE_BYTES, 10, 4 * PAGE_BYTES):
-        memory.empty((num_bytes,))
+        memory.empty((num_bytes,), torch.uint8)
     assert asked == [PAGE_BYTES, 2 * PAGE_BYTES, 4 * PAGE_BYTES]
 
 

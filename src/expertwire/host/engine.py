@@ -29,6 +29,8 @@ from expertwire.protocols import lane as protocol
 from expertwire.protocols.lane import Lane
 from expertwire.topology import Placement
 
+Dtypes = tuple[torch.dtype, torch.dtype | None]  # of payload and scale factors
+
 _POISON = 0xFF
 _ANNOUNCE_FROM_BYTES = 1 << 20  # rows for one peer; below, waiting for a place costs more than a copy
 _NO_BIAS = np.empty(0, np.int64)
@@ -37,7 +39,7 @@ _combine_row = lru_cache(maxsize=64)(CombineRow)
 
 
 class Received(NamedTuple):
-    """One dispatch as it arrived: uint8 [num_rows, bytes per row] of payload and scale factors, in their places."""
+    """One dispatch as it arrived: [num_rows, ...] of payload and scale factors, in their places."""
 
     placed: Placed
     payload: torch.Tensor
@@ -159,6 +161,7 @@ class HostEngine:
         known: Placed | None,
         send_routing: bool,
         sent: Sent | None,
+        dtypes: Dtypes,
         zero_unused: bool,
         reuse_bank: bool,
     ) -> Received:
@@ -166,6 +169,7 @@ class HostEngine:
 
         `known` repeats an earlier placement (cached dispatch), though with `send_routing` weights come along anew;
         `sent` is given unless this half was deferred: own rows are placed from there, announced ones leave now;
+        `dtypes` are those of the tensors to be made;
         `zero_unused` clears rows that nobody fills; `reuse_bank` places into the bank's workspace.
         """
         runtime, lane, since = self.runtime, self.dispatch_lane, self.runtime.clock()
@@ -177,10 +181,10 @@ class HostEngine:
         bank = lane.bank(epoch) if reuse_bank else None
         blank = zero_unused or bool(runtime.masked)
         direct = sent is not None and bool(meeting.coming) and placed.layout is Layout.COMPACT
-        outputs, shared = self._outputs(bank, placed.num_rows, row, blank, direct)
+        outputs, shared = self._outputs(bank, placed.num_rows, row, dtypes, blank, direct)
         try:
             if sent is not None and (meeting.coming or sent.announced):
-                places = self._give_places(meeting, arrivals, outputs if shared else None)
+                places = self._give_places(meeting, arrivals, row, outputs if shared else None)
                 dispatch.meet(runtime, lane, epoch, sent, row, meeting, places, since)
             if meeting.coming and not shared:
                 dispatch.land(runtime, lane, epoch, meeting, since)
@@ -191,15 +195,16 @@ class HostEngine:
             if shared:
                 runtime.outputs.keep(outputs)
             raise
-        return Received(placed, outputs[0], outputs[1] if row.sf_bytes else None, needs_grad)
+        return Received(placed, outputs[0], outputs[1] if len(outputs) == 2 else None, needs_grad)
 
     def _give_places(
-        self, meeting: Meeting, arrivals: Arrivals, outputs: list[torch.Tensor] | None
+        self, meeting: Meeting, arrivals: Arrivals, row: DispatchRow, outputs: list[torch.Tensor] | None
     ) -> dict[int, tuple[int, int]]:
         """Where each peer that announced rows puts its first one: straight into `outputs`, or else into the window."""
         if outputs is None:
             return dict.fromkeys(meeting.coming, IN_WINDOW)
-        first = [(self.runtime.outputs.place(out), out.shape[1]) for out in outputs]
+        widths = row.payload_bytes, row.sf_bytes
+        first = [(self.runtime.outputs.place(out), width) for out, width in zip(outputs, widths, strict=False)]
         places = {}
         for peer in meeting.coming:
             at = [begin + row_bytes * arrivals.bounds[peer] for begin, row_bytes in first]
@@ -220,33 +225,35 @@ class HostEngine:
         return Placed(layout, arrivals, rows, groups, num_rows)
 
     def _outputs(
-        self, bank: int | None, num_rows: int, row: DispatchRow, blank: bool, direct: bool
+        self, bank: int | None, num_rows: int, row: DispatchRow, dtypes: Dtypes, blank: bool, direct: bool
     ) -> tuple[list[torch.Tensor], bool]:
-        """uint8 [num_rows, bytes] for payload and, if there are any, scale factors; and whether peers can write there,
-        which they should if `direct`."""
-        outputs = []
-        for part, row_bytes in enumerate((row.payload_bytes, row.sf_bytes) if row.sf_bytes else (row.payload_bytes,)):
-            out = self._output(bank, part, (num_rows, row_bytes), direct)
+        """[num_rows, ...] for payload and, if there are any, scale factors; and whether peers can write there, which
+        they should if `direct`."""
+        parts, outputs = [(row.payload_bytes, dtypes[0])], []
+        if row.sf_bytes and dtypes[1] is not None:
+            parts.append((row.sf_bytes, dtypes[1]))
+        for part, (row_bytes, dtype) in enumerate(parts):
+            out = self._output(bank, part, (num_rows, row_bytes // dtype.itemsize), dtype, direct)
             if out is None:
-                return self._outputs(bank, num_rows, row, blank, False)
-            if blank:
-                out.zero_()
-            elif self.runtime.debug_poison:
-                out.fill_(_POISON)
+                return self._outputs(bank, num_rows, row, dtypes, blank, False)
+            if blank or self.runtime.debug_poison:
+                out.view(torch.uint8).fill_(0 if blank else _POISON)
             outputs.append(out)
         return outputs, direct
 
-    def _output(self, bank: int | None, part: int, shape: tuple[int, int], shared: bool) -> torch.Tensor | None:
+    def _output(
+        self, bank: int | None, part: int, shape: tuple[int, int], dtype: torch.dtype, shared: bool
+    ) -> torch.Tensor | None:
         """New memory, or the workspace of `bank`; None if there is no `shared` memory left."""
         if bank is None:
-            return self.runtime.outputs.empty(shape) if shared else self.pool.empty(shape, torch.uint8)
-        workspace = self._workspaces.get((bank, part, shared))
-        if workspace is None or workspace.numel() < shape[0] * shape[1]:
-            workspace = self._output(None, part, shape, shared)
+            return self.runtime.outputs.empty(shape, dtype) if shared else self.pool.empty(shape, dtype)
+        workspace, num_bytes = self._workspaces.get((bank, part, shared)), shape[0] * shape[1] * dtype.itemsize
+        if workspace is None or workspace.numel() < num_bytes:
+            workspace = self._output(None, part, (1, num_bytes), torch.uint8, shared)
             if workspace is None:
                 return None
             self._workspaces[bank, part, shared] = workspace
-        return workspace.view(-1)[: shape[0] * shape[1]].view(shape)
+        return workspace.view(-1)[:num_bytes].view(dtype).view(shape)
 
     def _fill(
         self,
@@ -262,13 +269,13 @@ class HostEngine:
         arrivals, own = placed.arrivals, -1 if sent is None else self.rank
         stream = self.runtime.streams(placed.num_filled, row.payload_bytes)
         for part, out in enumerate(outputs):
-            at = row.sf if part else 0
+            at, row_bytes = (row.sf, row.sf_bytes) if part else (0, row.payload_bytes)
             first = [record + at if record and peer not in direct else 0 for peer, record in enumerate(records)]
             if sent is not None:
                 first[own] = sent.rows.sf if part else sent.rows.payload
             self.kernels.place_rows(
                 np.array(first, np.int64), row.stride, arrivals.offsets, own, arrivals.tokens, placed.rows,
-                out.data_ptr(), out.shape[1], stream,
+                out.data_ptr(), row_bytes, stream,
             )  # fmt: skip
 
     def finish_dispatch(self, epoch: int) -> None:

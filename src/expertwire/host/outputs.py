@@ -37,9 +37,9 @@ class Outputs:
         self._kept: list[torch.Tensor] = []
         self._touched = 0
 
-    def empty(self, shape: Sequence[int]) -> torch.Tensor | None:
-        """uint8 `shape` in the first gap that is large enough; None if there is none."""
-        num_bytes = math.prod(shape)
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
+        """A tensor in the first gap that is large enough; None if there is none."""
+        num_bytes = math.prod(shape) * dtype.itemsize
         end = first = 0
         for taken, taken_end in [*sorted(self._taken.values()), (len(self._memory), 0)]:
             end = first + round_up(num_bytes, PAGE_BYTES)
@@ -50,10 +50,10 @@ class Outputs:
             return None
         if end > self._touched and not self._populate(end):
             return None
-        loan = self._memory[first : first + num_bytes].reshape(shape)
+        loan = self._memory[first : first + num_bytes]
         self._taken[id(loan)] = first, end
         self._loans[id(loan)] = weakref.ref(loan, partial(self._return, id(loan)))
-        return torch.from_numpy(loan)
+        return torch.from_numpy(loan).view(dtype).view(*shape)
 
     def _populate(self, end: int) -> bool:
         """Take the pages up to `end` now: a page that cannot be had later would kill whoever touches it (SIGBUS)."""

@@ -36,7 +36,7 @@ class Pool:
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes < _SMALLEST_BYTES:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(*shape, dtype=dtype)  # sizes one by one: torch parses a tuple more slowly
         block = self._take(num_bytes)
         loan = np.frombuffer(block, np.uint8)[:num_bytes]
         self._lent[id(loan)] = weakref.ref(loan, partial(self._return, id(loan))), block
