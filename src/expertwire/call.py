@@ -106,7 +106,7 @@ def record(kind: type[R], complete: Callable[[], dict[str, Any]], deferred: bool
 
 def any_requires_grad(*tensors: torch.Tensor | None) -> bool:
     """Whether a gradient is wanted of one of them."""
-    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    return True in [tensor.requires_grad for tensor in tensors if tensor is not None]
 
 
 def as_rows(grad: torch.Tensor | None, num_rows: int, hidden: int) -> torch.Tensor:

@@ -110,8 +110,9 @@ class HostRuntime:
         self.mask_peers = mask_peers
         self.debug_poison = debug_poison
         self.masked: set[int] = set()
+        self.base = base = [window.ctypes.data for window in transport.windows]
         # Where words, and the headers and rows of regions, lie: the same few again and again.
-        self._address = functools.cache(lambda owner, word: self.base[owner] + layout.word(*word))
+        self._address = functools.cache(lambda owner, word: base[owner] + layout.word(*word))
         self.header_at = functools.cache(lambda region: layout.header(*region))
         self.rows_at = functools.cache(lambda region: layout.rows(*region))
         crowded = self.num_ranks > len(os.sched_getaffinity(0))
@@ -120,7 +121,6 @@ class HostRuntime:
         self.wait_s = [0.0] * self.num_ranks
         self._told_itself: dict[Word, tuple[int, int]] = {}  # epoch and count of words of this rank to itself
         self._excluded = [layout.word("excluded", peer) // 8 for peer in range(self.num_ranks)]
-        self.base = [window.ctypes.data for window in transport.windows]
         self.bytes_of = [memoryview(window) for window in transport.windows]  # type: ignore[arg-type]
         self.own = transport.windows[self.rank]
         self._words = self.bytes_of[self.rank][: layout.words_bytes].cast("q")  # to look at without an order
@@ -371,7 +371,8 @@ class HostRuntime:
         for peer in range(self.num_ranks):
             self.publish(peer, Word("leaving", self.rank), 1)
         self.closed = True
-        self.base, self.bytes_of, self.own, self.output_base = [], [], np.empty(0, np.uint8), []
+        self.bytes_of, self.own, self.output_base = [], np.empty(0, np.uint8), []
+        self.base.clear()
         self._address.cache_clear()
         self._words = memoryview(b"")
         self.outputs.close()
