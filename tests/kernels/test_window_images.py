@@ -1,0 +1,244 @@
+"""Windows, byte for byte: the modelled protocol, executed on the host, against the kernels.
+
+The generators of `protocols.counted` and `protocols.lane`, which the checker explores, are executed here with real
+bytes: what their operations put where `layouts.device_window` says, with rows from the oracle. The kernels must leave
+the same words, tables of counts and rows in every rank's memory after every phase. One difference is allowed: READY
+carries the number of rows in the model, and nothing on the device, where it came with the counts.
+"""
+
+import importlib.util
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from interpreted import WIRES, Case, SharedFiles, data, use_interpreter
+
+from expertwire import reference
+from expertwire.layouts.device_window import DeviceWindow, row_region
+from expertwire.layouts.receive import Layout
+from expertwire.ordering.operations import Load, PutSignal, Signal, Wait
+from expertwire.protocols import counted, lane
+from expertwire.protocols.epoch_signal import pack, unpack
+from expertwire.protocols.lane import Lane
+from expertwire.testing import Processes
+from expertwire.topology import Placement
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+NUM_BANKS = 2
+PURPOSES = {
+    "dispatch_counts_ready": "counts", "dispatch_ready": "ready", "dispatch_done": "done",
+    "combine_ready": "combine_ready", "combine_done": "combine_done",
+}  # fmt: skip
+REFUSED_STEP = 3  # by the last rank
+CASES = [
+    Case(Layout.EXPERT_SLOTS, "fp8", steps=5),
+    Case(Layout.EXPERT_MAJOR, "ue8m0", alignment=4, steps=5),
+    Case(Layout.COMPACT, "bf16", steps=5, strict=True),
+]
+
+
+def routed(case, step):
+    xs, ids, weights = data(case, step)
+    routing = reference.route(
+        ids, weights, placement=Placement.contiguous(case.num_experts, case.num_ranks), layout=case.layout,
+        expert_alignment=case.alignment, capacity=case.capacity,
+    )  # fmt: skip
+    return xs, ids, weights, reference.dispatch(xs, routing, WIRES[case.wire])
+
+
+class Host:
+    """The memory of all ranks, and what executes protocols on it."""
+
+    def __init__(self, case):
+        self.case, self.window = case, DeviceWindow(case.num_ranks, case.num_experts, NUM_BANKS)
+        self.placement, wire = Placement.contiguous(case.num_experts, case.num_ranks), WIRES[case.wire]
+        most = max(len(self.placement.local_experts(rank)) for rank in range(case.num_ranks))
+        self.region = row_region(
+            case.layout, case.num_ranks, case.capacity, case.num_topk, most, case.alignment,
+            wire.payload_bytes(case.hidden), wire.sf_bytes(case.hidden),
+        )  # fmt: skip
+        self.windows = np.zeros((case.num_ranks, self.window.total_bytes), np.uint8)
+        self.rows = np.zeros((case.num_ranks, NUM_BANKS, self.region.total_bytes), np.uint8)
+
+    def word(self, rank, word, bank):
+        at = self.window.word(PURPOSES[word.purpose], word.writer, bank)
+        return self.windows[rank, at : at + 8].view(np.int64)
+
+    def execute(self, bank, protocols, put):
+        """Every rank's generator to its end, in turns. A bank counts its own steps, so it is a lane of one bank."""
+        waiting = {rank: (protocol, protocol.send(None)) for rank, protocol in enumerate(protocols)}
+        while waiting:
+            before = dict(waiting)
+            for rank, (protocol, operation) in before.items():
+                answer = None
+                if isinstance(operation, Wait):
+                    epoch, answer = unpack(int(self.word(rank, operation.word, bank)[0]))
+                    if epoch < operation.epoch:
+                        continue
+                elif isinstance(operation, PutSignal):
+                    put(operation.region, operation.peer, operation.count)
+                    self.word(operation.peer, operation.word, bank)[:] = pack(operation.epoch, operation.count)
+                elif isinstance(operation, Signal):
+                    self.word(operation.peer, operation.word, bank)[:] = pack(operation.epoch, operation.count)
+                else:
+                    assert isinstance(operation, Load)
+                try:
+                    waiting[rank] = protocol, protocol.send(answer)
+                except StopIteration:
+                    del waiting[rank]
+            assert waiting != before, f"deadlock: {waiting}"
+
+    def put_counts(self, bank, ids, region, peer, count):
+        """The writer's row of the table: its selections per expert, its rows per rank."""
+        row, size = self.counts(ids[region.writer]), 4 * self.window.counts_row
+        assert count == row[self.case.num_experts + peer]
+        at = self.window.counts(bank) + region.writer * size
+        self.windows[peer, at : at + size] = row.view(np.uint8)
+
+    def counts(self, ids):
+        experts = np.bincount(ids[ids >= 0].numpy(), minlength=self.case.num_experts)
+        rows = [int(self.served(ids, rank).sum()) for rank in range(self.case.num_ranks)]
+        return np.concatenate([experts, rows]).astype(np.int32)
+
+    def served(self, ids, rank):
+        """Which tokens have an expert of this rank."""
+        owners = np.array(self.placement.expert_ranks)[ids.numpy()]
+        return ((owners == rank) & (ids.numpy() >= 0)).any(axis=1)
+
+    def put_rows(self, bank, ids, want, region, peer, count):
+        """The writer's rows, scale factors and routing, where the peer's caller will see them."""
+        mine, memory = want[peer], self.rows[peer, bank]
+        payload = mine.x.contiguous().view(torch.uint8).reshape(-1, self.region.payload_bytes).numpy()
+        if self.case.layout is Layout.COMPACT:
+            before = int(mine.num_tokens_per_rank[: region.writer].sum())
+            places = np.arange(before, before + int(mine.num_tokens_per_rank[region.writer]))
+            tokens = np.flatnonzero(self.served(ids[region.writer], peer))
+            routing = [mine.topk_idx.numpy(), mine.topk_weights.numpy().view(np.int32)]
+            meta = np.concatenate([tokens[:, None], *(part[places] for part in routing)], axis=1)
+            assert count == len(places) == len(tokens)
+        else:
+            source = mine.row_source.reshape(-1, 3).numpy()
+            places = np.flatnonzero(source[:, 0] == region.writer)
+            meta = source[places]
+            assert count == len(set(meta[:, 1].tolist()))
+        parts = [(0, payload[places])]
+        if mine.sf is not None:
+            sf = mine.sf.contiguous().view(torch.uint8).reshape(-1, self.region.sf_bytes).numpy()
+            parts.append((self.region.sf, sf[places]))
+        parts.append((self.region.meta, np.ascontiguousarray(meta, np.int32).view(np.uint8)))
+        for first, rows in parts:
+            if len(rows):
+                width = rows.shape[1]
+                memory[first : first + self.region.num_rows * width].reshape(-1, width)[places] = rows
+
+    def images(self):
+        return self.windows.copy(), self.rows.copy()
+
+
+def expected(case):
+    """Images of all ranks after each phase of each step."""
+    host, ranks, found = Host(case), range(case.num_ranks), []
+    dispatch, combine, combined = Lane("dispatch", 1), Lane("combine", 1), dict.fromkeys(range(NUM_BANKS), 0)
+    for step in range(1, case.steps + 1):
+        _, ids, _, want = routed(case, step)
+        bank, epoch = step % NUM_BANKS, (step + 1) // NUM_BANKS
+        counts = [host.counts(ids[rank])[case.num_experts :].tolist() for rank in ranks]
+        put_counts, put_rows = partial(host.put_counts, bank, ids), partial(host.put_rows, bank, ids, want)
+        nothing = [0] * case.num_ranks
+        if step == REFUSED_STEP:
+            last = case.num_ranks - 1
+            sends = [counted.send(dispatch, rank, epoch, counts[rank]) for rank in range(last)]
+            host.execute(bank, [*sends, counted.refuse(dispatch, last, epoch, case.num_ranks)], put_counts)
+            host.execute(bank, [lane.receive(dispatch, rank, epoch, case.num_ranks) for rank in range(last)], None)
+            host.execute(bank, [lane.finish(dispatch, rank, epoch, case.num_ranks) for rank in range(last)], None)
+            found.append(("refused", host.images()))
+            continue
+        host.execute(bank, [counted.exchange(dispatch, rank, epoch, counts[rank]) for rank in ranks], put_counts)
+        found.append(("counts", host.images()))
+        host.execute(bank, [counted.send_rows(dispatch, rank, epoch, counts[rank]) for rank in ranks], put_rows)
+        host.execute(bank, [lane.receive(dispatch, rank, epoch, case.num_ranks) for rank in ranks], None)
+        found.append(("rows", host.images()))
+        host.execute(bank, [lane.finish(dispatch, rank, epoch, case.num_ranks) for rank in ranks], None)
+        combined[bank] += 1
+        epoch = combined[bank]
+        host.execute(bank, [lane.send(combine, rank, epoch, nothing) for rank in ranks], lambda *args: None)
+        host.execute(bank, [lane.receive(combine, rank, epoch, case.num_ranks) for rank in ranks], None)
+        host.execute(bank, [lane.finish(combine, rank, epoch, case.num_ranks) for rank in ranks], None)
+        found.append(("combined", host.images()))
+    return found
+
+
+def made_by_kernels(group, case):
+    """The same of this rank, by the kernels."""
+    use_interpreter()
+    from expertwire.kernels.engine import DeviceEngine, Rows
+
+    memory = SharedFiles(group)
+    engine = DeviceEngine(
+        memory, Placement.contiguous(case.num_experts, case.num_ranks), capacity=case.capacity, hidden=case.hidden,
+        num_topk=case.num_topk, num_banks=NUM_BANKS, num_sms=1 if case.strict else 3, timeout_us=60_000_000,
+        strict_sms=case.strict,
+    )  # fmt: skip
+    places = engine.state.places(case.layout, Rows.of_wire(WIRES[case.wire], case.hidden), case.alignment)
+    inputs, found = engine.state.inputs(case.layout, case.alignment), []
+
+    def image(phase):
+        memory.all_gather(None)
+        found.append((phase, engine.state._own.numpy().copy(), np.stack([own.numpy() for own in places._own])))
+        memory.all_gather(None)
+
+    for number in range(1, case.steps + 1):
+        xs, ids, weights, _ = routed(case, number)
+        x, bank = xs[memory.rank], number % NUM_BANKS
+        step = engine.state.step(bank, case.layout, ids[memory.rank], weights[memory.rank], case.alignment)
+        if number == REFUSED_STEP:
+            if memory.rank == case.num_ranks - 1:
+                engine.refuse("dispatch", bank)
+            else:
+                engine.send(x, None, engine.planner.plan(step, places), step, places, receive=True)
+                engine.give_back(bank)
+            image("refused")
+            continue
+        plan = engine.planner.plan(step, places)
+        image("counts")
+        engine.send(x, None, plan, step, places, receive=True)
+        image("rows")
+        engine.give_back(bank)
+        out = torch.empty_like(x)
+        y = inputs.payload(bank).view(torch.bfloat16)
+        engine.combine(y, inputs, step, out, weighted=case.layout is not Layout.COMPACT)
+        image("combined")
+    return found
+
+
+def without_counts_of_ready(window, image):
+    """READY words with their epochs alone."""
+    image = image.copy()
+    for bank in range(NUM_BANKS):
+        for writer in range(window.num_ranks):
+            at = window.word("ready", writer, bank)
+            image[at : at + 8].view(np.int64)[:] >>= 24
+    return image
+
+
+@pytest.fixture(scope="module")
+def processes():
+    with Processes(2) as crew:
+        yield crew
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_kernels_leave_what_the_protocol_leaves(processes, case):
+    wanted = expected(case)
+    made = processes.run(made_by_kernels, case, num_ranks=case.num_ranks, timeout_s=120)
+    window = DeviceWindow(case.num_ranks, case.num_experts, NUM_BANKS)
+    assert [phase for phase, *_ in made[0]] == [phase for phase, _ in wanted]
+    for nth, (phase, (windows, rows)) in enumerate(wanted):
+        for rank in range(case.num_ranks):
+            _, seen, seen_rows = made[rank][nth]
+            differ = without_counts_of_ready(window, windows[rank]) != without_counts_of_ready(window, seen)
+            assert not differ.any(), f"{phase}, rank {rank}, first byte {differ.argmax()}"
+            if phase != "counts":  # COMPACT writes the routing of rows before the rows
+                assert not (rows[rank] != seen_rows).any(), f"rows after {phase}, rank {rank}"
