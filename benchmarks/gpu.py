@@ -17,6 +17,7 @@ import argparse
 import json
 import platform
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from expertwire.kernels.dispatch_recv import await_rows
 from expertwire.testing import first_mismatch, payload, random_rows, random_weights, round_robin, uniform_routing
 from expertwire.testing.gpu_timing import eager, kernel_times, median, replay
 from expertwire.testing.gpu_timing import host as host_time
+from expertwire.topology import Placement
 
 SLOTS, MAJOR, COMPACT = Layout.EXPERT_SLOTS, Layout.EXPERT_MAJOR, Layout.COMPACT
 RESULTS: list[dict] = []
@@ -372,29 +374,54 @@ def host():
     ew.World(1, device="cuda").run(work)
 
 
-def soak(trips=2000):
-    """Integer payloads whose sums are exact; every element of every sum compared on the device."""
+def soak(trips=10_000):
+    """Integers whose sums are exact, other ones at every trip, eager and from a graph by turns; every element of every
+    sum compared on the device. Three shapes, one for each layout."""
+    shapes = ((SLOTS, 64, 512, 32, 4), (MAJOR, 33, 7168, 62, 8), (COMPACT, 128, 2056, 256, 6))
+    one_at_a_time = threading.Lock()
 
-    def work(rank):
-        options = {"num_experts": 32, "hidden": 512, "num_topk": 4, "num_max_tokens_per_rank": 64}
+    def work(rank, shape, trips):
+        layout, num_tokens, hidden, experts, topk = shape
         me, num_ranks, wrong = rank.rank, rank.num_ranks, torch.zeros((), dtype=torch.int64, device="cuda")
-        with ew.Buffer(rank, device="cuda", validate=False, **options) as buf:
-            for layout in (SLOTS, MAJOR, COMPACT):
-                x = payload(me, 64, 512).cuda()
-                ids = round_robin(me, 64, 4, 32).cuda()
-                served = 4 if layout is not COMPACT else len({i * num_ranks // 32 for i in range(4)})
-                if layout is COMPACT:
-                    served = torch.tensor([len({int(e) * num_ranks // 32 for e in row}) for row in ids]).cuda()[:, None]
-                want = (x.float() * served).bfloat16()
-                for _ in range(trips):
-                    sent = buf.dispatch(x, ids, layout=layout, counts="device", zero_copy=True)
-                    wrong += (buf.combine(sent.x, sent.handle).x != want).sum()
+        options = {"num_experts": experts, "hidden": hidden, "num_topk": topk, "num_max_tokens_per_rank": num_tokens}
+        with ew.Buffer(rank, device="cuda", validate=False, max_in_flight=1, **options) as buf:
+            xs = [payload(me + v * num_ranks, num_tokens, hidden).cuda() for v in range(5)]
+            routing = round_robin(me, num_tokens, topk, experts)
+            owner = Placement.contiguous(experts, num_ranks).expert_ranks
+            served = [len({owner[e] for e in row}) if layout is COMPACT else topk for row in routing.tolist()]
+            times, ids, x = torch.tensor(served).cuda()[:, None], routing.cuda(), xs[0].clone()
+            wants = [(x.float() * times).bfloat16() for x in xs]
+
+            def trip():
+                sent = buf.dispatch(x, ids, layout=layout, counts="device", zero_copy=True)
+                return buf.combine(sent.x, sent.handle).x
+
+            for _ in range(2):
+                trip()
+            torch.cuda.synchronize()
+            with one_at_a_time:
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"):
+                    replayed = trip()
+            for number in range(trips):
+                v = number % len(xs)
+                x.copy_(xs[v])
+                if number % 2:
+                    graph.replay()
+                    wrong += (replayed != wants[v]).sum()
+                else:
+                    wrong += (trip() != wants[v]).sum()
+            buf.synchronize()
             return int(wrong)
 
-    for num_ranks in (1, 4):
-        started = time.perf_counter()
-        wrong = ew.World(num_ranks, device="cuda").run(work)
-        note(soak=3 * trips, ranks=num_ranks, wrong_elements=sum(wrong), seconds=time.perf_counter() - started)
+    for num_ranks, count in ((1, trips), (4, trips // 3)):
+        for shape in shapes:
+            started = time.perf_counter()
+            wrong = ew.World(num_ranks, device="cuda").run(lambda rank, s=shape, n=count: work(rank, s, n))
+            note(
+                soak=count, ranks=num_ranks, layout=str(shape[0]), shape=shape[1:], wrong_elements=sum(wrong),
+                seconds=time.perf_counter() - started,
+            )  # fmt: skip
 
 
 PARTS = {part.__name__: part for part in (check, decode, virtual, prefill, waiting, host, soak)}
