@@ -380,7 +380,7 @@ def soak(trips=10_000):
     shapes = ((SLOTS, 64, 512, 32, 4), (MAJOR, 33, 7168, 62, 8), (COMPACT, 128, 2056, 256, 6))
     one_at_a_time = threading.Lock()
 
-    def work(rank, shape, trips):
+    def work(rank, shape, trips, captured):
         layout, num_tokens, hidden, experts, topk = shape
         me, num_ranks, wrong = rank.rank, rank.num_ranks, torch.zeros((), dtype=torch.int64, device="cuda")
         options = {"num_experts": experts, "hidden": hidden, "num_topk": topk, "num_max_tokens_per_rank": num_tokens}
@@ -403,6 +403,7 @@ def soak(trips=10_000):
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"):
                     replayed = trip()
+            captured.wait()  # a capture waits for the device, on which a rank that went on would wait for this one
             for number in range(trips):
                 v = number % len(xs)
                 x.copy_(xs[v])
@@ -417,7 +418,10 @@ def soak(trips=10_000):
     for num_ranks, count in ((1, trips), (4, trips // 3)):
         for shape in shapes:
             started = time.perf_counter()
-            wrong = ew.World(num_ranks, device="cuda").run(lambda rank, s=shape, n=count: work(rank, s, n))
+            captured = threading.Barrier(num_ranks)
+            wrong = ew.World(num_ranks, device="cuda").run(
+                lambda rank, s=shape, n=count, captured=captured: work(rank, s, n, captured)
+            )
             note(
                 soak=count, ranks=num_ranks, layout=str(shape[0]), shape=shape[1:], wrong_elements=sum(wrong),
                 seconds=time.perf_counter() - started,

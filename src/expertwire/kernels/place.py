@@ -23,7 +23,16 @@ import triton.language as tl
 
 from expertwire.kernels.counts import PER_RANK, sent_to
 from expertwire.kernels.memory import agree, ticket_acq_rel, wait
-from expertwire.kernels.routing import DONE, HOME_LOCAL, HOME_RANK, WHERE_RANK, WHERE_ROW, load_block, words_from
+from expertwire.kernels.routing import (
+    DONE,
+    HOME_LOCAL,
+    HOME_RANK,
+    WHERE_RANK,
+    WHERE_ROW,
+    load_block,
+    store_source,
+    words_from,
+)
 from expertwire.kernels.tally import add_rows
 
 
@@ -35,7 +44,7 @@ def place_experts(
 ):  # fmt: skip
     """EXPERT_*, inside `dispatch_send`: ROWS tokens from `first` on, of TOKENS that were counted together.
 
-    `sends_to` is `where`; the routing of a row is int32 (source rank, token, slot). KEYS >= TOKENS * K.
+    `sends_to` is `where`. KEYS >= TOKENS * K.
     """
     entry = tl.arange(0, ROWS * SLOTS)
     token, slot = first + entry // SLOTS, entry % SLOTS
@@ -59,10 +68,7 @@ def place_experts(
     row = (index + tl.sum(before.to(tl.int32), axis=1)).to(tl.int64)
     tl.store(where + at, tl.where(sends, (owner.to(tl.int64) << WHERE_RANK) | row, -1), mask=listed)
     tl.store(addresses + at, tl.where(sends, base + row * payload_bytes, 0), mask=listed)
-    meta = (base + meta_at + row * 12).to(tl.pointer_type(tl.int32))
-    tl.store(meta, tl.zeros_like(entry) + rank, mask=sends)
-    tl.store(meta + 1, token, mask=sends)
-    tl.store(meta + 2, slot, mask=sends)
+    store_source((base + meta_at + row * 12).to(tl.pointer_type(tl.int32)), rank, token, slot, sends)
     tl.debug_barrier()
 
 

@@ -141,6 +141,14 @@ def load_block(
 
 
 @triton.jit
+def store_source(meta, rank, token, slot, mask):
+    """The routing of rows of EXPERT_*, int32 (source rank, token, slot); slot and mask have the shape of `meta`."""
+    tl.store(meta, tl.zeros_like(slot) + rank, mask=mask)
+    tl.store(meta + 1, tl.zeros_like(slot) + token, mask=mask)
+    tl.store(meta + 2, slot, mask=mask)
+
+
+@triton.jit
 def ranks_of(ids, home):
     """Owner of each expert id, -1 for -1."""
     return tl.load(home + tl.maximum(ids, 0), mask=ids >= 0, other=-1) >> HOME_RANK
