@@ -40,6 +40,8 @@ class Outputs:
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
         """A tensor in the first gap that is large enough; None if there is none."""
         num_bytes = math.prod(shape) * dtype.itemsize
+        if num_bytes == 0:
+            return torch.empty(*shape, dtype=dtype)
         end = first = 0
         for taken, taken_end in [*sorted(self._taken.values()), (len(self._memory), 0)]:
             end = first + round_up(num_bytes, PAGE_BYTES)
@@ -50,10 +52,10 @@ class Outputs:
             return None
         if end > self._touched and not self._populate(end):
             return None
-        loan = self._memory[first : first + num_bytes]
+        loan = np.ndarray((*shape[:-1], shape[-1] * dtype.itemsize), np.uint8, self._memory, first)
         self._taken[id(loan)] = first, end
         self._loans[id(loan)] = weakref.ref(loan, partial(self._return, id(loan)))
-        return torch.from_numpy(loan).view(dtype).view(*shape)
+        return torch.from_numpy(loan).view(dtype)
 
     def _populate(self, end: int) -> bool:
         """Take the pages up to `end` now: a page that cannot be had later would kill whoever touches it (SIGBUS)."""

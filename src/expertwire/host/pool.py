@@ -38,9 +38,9 @@ class Pool:
         if num_bytes < _SMALLEST_BYTES:
             return torch.empty(*shape, dtype=dtype)  # sizes one by one: torch parses a tuple more slowly
         block = self._take(num_bytes)
-        loan = np.frombuffer(block, np.uint8)[:num_bytes]
+        loan = np.ndarray((*shape[:-1], shape[-1] * dtype.itemsize), np.uint8, block)
         self._lent[id(loan)] = weakref.ref(loan, partial(self._return, id(loan))), block
-        return torch.from_numpy(loan).view(dtype).view(*shape)
+        return torch.from_numpy(loan).view(dtype)
 
     def _take(self, num_bytes: int) -> mmap.mmap:
         """The smallest idle block that fits and is not much too large, else a new one."""
