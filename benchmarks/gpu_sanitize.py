@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
@@ -53,14 +56,18 @@ def round_trips(group):
 def sanitized(tool, num_ranks, limit_s):
     found = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     command = [found, "--tool", tool, "--target-processes", "all", sys.executable, __file__, "--ranks", str(num_ranks)]
-    output = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
-    lines = output.stdout.splitlines()
-    summary = next((line for line in lines if "SUMMARY" in line), "no summary: " + output.stderr[-500:])
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # with the ranks, which would go on using the GPU
+        output.seek(0)
+        lines = output.read().splitlines()
+    summary = next((line for line in lines if "SUMMARY" in line), f"no summary within {limit_s} s: {lines[-5:]}")
     wrong = next((line for line in lines if line.startswith("wrong")), "did not end")
     clean = (
-        output.returncode == 0
-        and re.search(r"SUMMARY: 0 ", summary) is not None
-        and wrong == f"wrong {[0] * num_ranks}"
+        process.wait() == 0 and re.search(r"SUMMARY: 0 ", summary) is not None and wrong == f"wrong {[0] * num_ranks}"
     )
     return {"tool": tool, "ranks": num_ranks, "clean": clean, "summary": summary.strip("= "), "sums": wrong}
 

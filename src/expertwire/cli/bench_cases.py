@@ -65,12 +65,16 @@ class Case:
                 )
 
     @property
+    def world(self) -> str:
+        return "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
+
+    @property
     def title(self) -> str:
         wires = self.wire if self.combine_wire == "bf16" else f"{self.wire}/{self.combine_wire}"
         shape = f"{self.tokens} x {self.hidden}, top-{self.topk} of {self.experts}"
         kind = self.routing if self.routing in ROUTINGS else "saved"
         routing = "" if kind == "uniform" else f", {kind} routing"
-        return f"{self.ranks} ranks, {shape}, {self.layout}, {wires}{routing}"
+        return f"{self.world}, {shape}, {self.layout}, {wires}{routing}"
 
     def inputs(self, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """x [T, H], topk_idx [T, K], topk_weights [T, K] of one rank; every rank can make those of all."""

@@ -33,10 +33,15 @@ class DeviceCase(Case):
             raise InvalidArgument(f"num-sms must be in [0, 1024], 0 for each rank's share, got {self.num_sms}")
 
     @property
+    def world(self) -> str:
+        if not self.processes:
+            return super().world
+        return "1 process" if self.ranks == 1 else f"{self.ranks} processes"
+
+    @property
     def title(self) -> str:
         budget = f", {self.num_sms} SMs each" if self.num_sms else ""
-        title = super().title + budget
-        return title.replace(" ranks,", " processes,", 1) if self.processes else title
+        return super().title + budget
 
     def dispatch_bytes(self, num_rows: int) -> int:
         """Bytes that one rank reads and writes to send `num_rows` rows.

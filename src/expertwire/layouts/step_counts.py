@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from expertwire._math import round_up
 
@@ -59,7 +60,7 @@ class StepCounts:
     def offsets(self) -> slice:
         return self._experts(2, 1)
 
-    @property
+    @cached_property
     def size(self) -> int:
         return (
             PER_RANK
