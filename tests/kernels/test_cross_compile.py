@@ -37,7 +37,7 @@ SEND = SIZES | {
     "sf_in": None, "SENDS": 8, "LINES": 64, "width": 7168, "unit_bytes": 2, "SF_UNITS": 64, "sf_unit_bytes": 4,
     "UE8M0": False, "RECEIVE": True, "SLOTS": 8, "TOKENS": 64, "KEYS": 512, "PLACE": True,
 }  # fmt: skip
-PLACED = {"PLACE": False, "keys": None, "block_counts": None, "first_rows": None, "home": None}
+PLACED = {"PLACE": False, "keys": None, "block_counts": None, "first_rows": None}
 COMBINE = SIZES | {
     "bias0": None, "bias1": None, "SENDS": 8, "WEIGHTED": True, "NUM_BIASES": 0, "EXCHANGE": True, "PUBLISH": True,
     "RECEIVE": True, "AGAIN": False, "FINISH": True, "BY_RANK": False,

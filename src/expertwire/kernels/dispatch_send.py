@@ -64,8 +64,8 @@ def dispatch_send(
     """Rows [T, width], of values (FP8: bfloat16 in, e4m3 out) or of opaque units of `unit_bytes`.
 
     A tile has ROWS * LINES lines of BLOCK columns, LINES of them a row. Scale factors: sf_units units of sf_unit_bytes
-    a row, made here (FP8, one a line) or taken from sf_in [T, sf_units]. keys, block_counts, first_rows and home are of
-    the plan, which is finished here with PLACE. With RECEIVE, VOID of `counts` is written.
+    a row, made here (FP8, one a line) or taken from sf_in [T, sf_units]. keys, block_counts and first_rows are of the
+    plan, None without PLACE. With RECEIVE, VOID of `counts` is written.
     """
     line = tl.arange(0, ROWS * LINES)
     column = (line % LINES)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]

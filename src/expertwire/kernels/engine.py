@@ -97,7 +97,8 @@ class DeviceEngine:
             blocks = self.num_sms if self.strict_sms else 16 * self.num_sms
 
             def rest(tile: Tile = tile) -> Rest:
-                keys, block_counts, _, first_rows = self.planner.block_counts(plan.tokens)
+                tables = self.planner.tables(plan.tokens) if plan.unplaced else (None,) * 4
+                keys, block_counts, _, first_rows = tables
                 fixed = (
                     keys, block_counts, first_rows, state.home, self.planner.addresses, places.bases[step.bank],
                     bank.words, bank.epoch, bank.ticket, state.status, self.rank, places.region.sf, places.region.meta,

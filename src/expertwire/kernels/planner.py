@@ -45,7 +45,7 @@ class Planner:
             tokens *= 2
         return tokens
 
-    def block_counts(self, tokens: int) -> tuple[torch.Tensor, ...]:
+    def tables(self, tokens: int) -> tuple[torch.Tensor, ...]:
         """Between the kernels of a plan: keys, counts of blocks, sums of these, first rows."""
         state = self.state
         width, blocks = state.num_experts + state.num_ranks, ceil_div(state.capacity, tokens)
@@ -61,7 +61,7 @@ class Planner:
         num_blocks = max(1, ceil_div(num_tokens, tokens))
 
         def rest_of_count() -> Rest:
-            keys, block_counts, totals, first_rows = self.block_counts(tokens)
+            keys, block_counts, totals, first_rows = self.tables(tokens)
             blocks, experts = pow2(ceil_div(state.capacity, tokens)), pow2(state.num_experts)
             fixed = (
                 keys, block_counts, totals, first_rows, state.tally, bank.words, bank.counts, state.home,
@@ -83,7 +83,7 @@ class Planner:
             return Plan(tokens, unplaced=True)
 
         def rest_of_place() -> Rest:
-            keys, block_counts, _, first_rows = self.block_counts(tokens)
+            keys, block_counts, _, first_rows = self.tables(tokens)
             bases = places.bases[step.bank]
             return (keys, block_counts, first_rows, state.home, bases, self.addresses, places.region.meta), {
                 "R": state.num_ranks, "RANKS": self._ranks, "E": state.num_experts, "K": state.num_topk,
