@@ -67,7 +67,11 @@ def main():
         print(results[-1], flush=True)
     print("median of the rounds:", statistics.median(r["median_us"] for r in results), "us")
     if args.out:
-        machine = {"processor": platform.processor(), "python": platform.python_version(), "torch": torch.__version__}
+        machine = {
+            "processor": platform.processor() or platform.machine(),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+        }
         command = f"benchmarks/empty_call.py --rounds {args.rounds} --trips {args.trips}"
         text = json.dumps({"machine": machine | {"commit": commit(), "command": command}, "results": results}, indent=1)
         args.out.write_text(text + "\n")
