@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import time
 from pathlib import Path
@@ -18,7 +17,7 @@ from pathlib import Path
 import torch
 
 import expertwire as ew
-from expertwire.cli.bench_report import commit
+from expertwire.cli.bench_report import commit, machine
 from expertwire.testing import Processes
 
 OPTIONS = {"num_experts": 256, "hidden": 7168, "num_topk": 8, "num_max_tokens_per_rank": 16}
@@ -67,13 +66,9 @@ def main():
         print(results[-1], flush=True)
     print("median of the rounds:", statistics.median(r["median_us"] for r in results), "us")
     if args.out:
-        machine = {
-            "processor": platform.processor() or platform.machine(),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-        }
         command = f"benchmarks/empty_call.py --rounds {args.rounds} --trips {args.trips}"
-        text = json.dumps({"machine": machine | {"commit": commit(), "command": command}, "results": results}, indent=1)
+        facts = machine() | {"torch": torch.__version__, "commit": commit(), "command": command}
+        text = json.dumps({"machine": facts, "results": results}, indent=1)
         args.out.write_text(text + "\n")
 
 

@@ -325,7 +325,7 @@ def waiting(seconds=0.5):
     """Why no kernel waits in many blocks: they keep away from every SM whatever needs most of its shared memory."""
     engine = Ranks(Shape(2, 128, 256, hidden=1024), num_banks=1).engines[0]
     words, streams = engine.state.banks[0].words, [torch.cuda.Stream() for _ in range(2)]
-    never, void = engine.state.int64([1 << 30]), engine.state.int32([0])
+    never, counts = engine.state.int64([1 << 30]), engine.state.int32([0] * engine.state.parts.size)
     a = torch.randn(4096, 4096, device="cuda").bfloat16()
     a @ a
     for blocks in (1, 66, 131, 132, 264, 528):
@@ -333,7 +333,7 @@ def waiting(seconds=0.5):
         torch.cuda.synchronize()
         with torch.cuda.stream(streams[0]):
             engine.launch(
-                await_rows, blocks, ("waiting", blocks), (void, int(1e6 * seconds)),
+                await_rows, blocks, ("waiting", blocks), (counts, int(1e6 * seconds)),
                 lambda records=records: ((words, never, records[4:], 0), {"R": 2, "RANKS": 2, "num_warps": 4}),
             )  # fmt: skip
         time.sleep(0.05)

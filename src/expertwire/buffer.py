@@ -312,7 +312,8 @@ class Buffer:
     @property
     def masked_ranks(self) -> tuple[int, ...]:
         """Peers that are skipped since they did not signal in time (`on_timeout="mask"`)."""
-        return tuple(sorted(self._engine.runtime.masked))
+        masked: tuple[int, ...] = self._engine.runtime.masked_ranks
+        return masked
 
     def statistics(self) -> Statistics:
         """Totals of this rank since its buffer was created. On a GPU this waits for the calls made so far."""

@@ -130,25 +130,30 @@ def data(case, step):
     return xs, ids, weights
 
 
+def device_engine(memory, case, num_banks=2):
+    from expertwire.kernels.engine import DeviceEngine
+
+    return DeviceEngine(
+        memory, Placement.contiguous(case.num_experts, case.num_ranks), capacity=case.capacity, hidden=case.hidden,
+        num_topk=case.num_topk, num_banks=num_banks, num_sms=1 if case.strict else 3, timeout_us=60_000_000,
+        strict_sms=case.strict,
+    )  # fmt: skip
+
+
+def route(case, ids, weights):
+    return reference.route(
+        ids, weights, placement=Placement.contiguous(case.num_experts, case.num_ranks), layout=case.layout,
+        expert_alignment=case.alignment, capacity=case.capacity,
+    )  # fmt: skip
+
+
 def run(group, case):
     """One rank of a case: dispatches and combines, compared with the oracle. Returns what differs."""
     use_interpreter()
-    from expertwire.kernels.engine import DeviceEngine, Rows
+    from expertwire.kernels.engine import Rows
 
     memory = SharedFiles(group)
-    rank, wire = memory.rank, WIRES[case.wire]
-    placement = Placement.contiguous(case.num_experts, case.num_ranks)
-    engine = DeviceEngine(
-        memory,
-        placement,
-        capacity=case.capacity,
-        hidden=case.hidden,
-        num_topk=case.num_topk,
-        num_banks=2,
-        num_sms=1 if case.strict else 3,
-        timeout_us=60_000_000,
-        strict_sms=case.strict,
-    )
+    rank, wire, engine = memory.rank, WIRES[case.wire], device_engine(memory, case)
     places = engine.state.places(case.layout, Rows.of_wire(wire, case.hidden), case.alignment)
     inputs = engine.state.inputs(case.layout, case.alignment)
     wrong = []
@@ -160,14 +165,7 @@ def run(group, case):
 
     for number in range(1, case.steps + 1):
         xs, ids, weights = data(case, number)
-        routing = reference.route(
-            ids,
-            weights,
-            placement=placement,
-            layout=case.layout,
-            expert_alignment=case.alignment,
-            capacity=case.capacity,
-        )
+        routing = route(case, ids, weights)
         want = reference.dispatch(xs, routing, wire)
         mine, bank = want[rank], number % 2
         for part in places._own:

@@ -8,19 +8,13 @@ from interpreted import SharedFiles, use_interpreter
 
 from expertwire.formats import BF16
 from expertwire.layouts.receive import Layout
-from expertwire.testing import Processes, random_rows
+from expertwire.testing import random_rows
 from expertwire.topology import Placement
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 HIDDEN, TOKENS = 16, 3
 DISPATCH_DONE, COMBINE_READY, COUNTS = 3, 4, 1  # phases of `kernels.runtime`
-
-
-@pytest.fixture(scope="module")
-def processes():
-    with Processes(2) as crew:
-        yield crew
 
 
 def rank_work(group, layout, call):

@@ -9,7 +9,6 @@ from interpreted_buffer import interpreted_buffer
 
 from expertwire.buffer import Buffer
 from expertwire.formats import BF16, FP8Block
-from expertwire.testing import Processes
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -28,10 +27,7 @@ def rank_work(group, layout, wire, options):
     torch.distributed.barrier(group)
 
 
-@pytest.fixture(scope="module")
-def processes():
-    with Processes(3) as crew:
-        yield crew
+NUM_PROCESSES = 3
 
 
 CASES = [

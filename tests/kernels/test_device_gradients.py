@@ -10,7 +10,7 @@ from interpreted_buffer import interpreted_buffer
 
 from expertwire.errors import HandleError, InvalidArgument
 from expertwire.formats import FP8Block
-from expertwire.testing import Processes, random_rows, random_weights, uniform_routing
+from expertwire.testing import random_rows, random_weights, uniform_routing
 from expertwire.topology import Placement
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -23,10 +23,7 @@ def rank_work(group, layout, options, placement):
     torch.distributed.barrier(group)
 
 
-@pytest.fixture(scope="module")
-def processes():
-    with Processes(3) as crew:
-        yield crew
+NUM_PROCESSES = 3
 
 
 CASES = [

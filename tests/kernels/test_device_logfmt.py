@@ -11,15 +11,9 @@ from logfmt_rows import mixed_rows
 
 from expertwire.errors import TransportUnavailable
 from expertwire.formats import BF16, LogFMT10
-from expertwire.testing import Processes, first_mismatch
+from expertwire.testing import first_mismatch
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-
-
-@pytest.fixture(scope="module")
-def processes():
-    with Processes(2) as crew:
-        yield crew
 
 
 def round_trip(group, hidden):

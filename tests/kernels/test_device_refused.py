@@ -7,15 +7,10 @@ import refusals
 import torch
 from interpreted_buffer import interpreted_buffer
 
-from expertwire.testing import Processes
-
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 
-@pytest.fixture(scope="module")
-def processes():
-    with Processes(3) as crew:
-        yield crew
+NUM_PROCESSES = 3
 
 
 def rank_work(group, check, options):

@@ -8,8 +8,6 @@ from device_checks import EXPERTS, HIDDEN, TOPK
 from interpreted_buffer import interpreted_buffer
 from statistics_checks import check_statistics
 
-from expertwire.testing import Processes
-
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 
@@ -28,12 +26,6 @@ def totals_example(group):
         ids[:, 1] = -1
     buf.dispatch(torch.zeros(len(ids), HIDDEN, dtype=torch.bfloat16), ids).handle.release()
     return buf._engine.runtime.engine.state.tally.tolist()
-
-
-@pytest.fixture(scope="module")
-def processes():
-    with Processes(2) as crew:
-        yield crew
 
 
 def test_worked_example(processes):

@@ -6,7 +6,6 @@ import pytest
 from interpreted import Case, run
 
 from expertwire.layouts.receive import Layout
-from expertwire.testing import Processes
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -22,12 +21,6 @@ CASES = [
     Case(MAJOR, "fp8", strict=True),
     Case(MAJOR, "fp8_b32", num_ranks=1, num_topk=1, num_experts=1),
 ]
-
-
-@pytest.fixture(scope="module")
-def processes():
-    with Processes(2) as crew:
-        yield crew
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -181,12 +181,6 @@ def test_the_table():
 # -- what ranks do, on the CPU's transport -----------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def processes():
-    with Processes(2) as crew:
-        yield crew
-
-
 CPU = Setup(device="cpu")
 
 

@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from interpreted import WIRES, Case, SharedFiles, data, use_interpreter
+from interpreted import WIRES, Case, SharedFiles, data, device_engine, route, use_interpreter
 
 from expertwire import reference
 from expertwire.layouts.device_window import DeviceWindow, row_region
@@ -21,7 +21,6 @@ from expertwire.ordering.operations import Load, PutSignal, Signal, Wait
 from expertwire.protocols import counted, lane
 from expertwire.protocols.epoch_signal import pack, unpack
 from expertwire.protocols.lane import Lane
-from expertwire.testing import Processes
 from expertwire.topology import Placement
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -41,11 +40,7 @@ CASES = [
 
 def routed(case, step):
     xs, ids, weights = data(case, step)
-    routing = reference.route(
-        ids, weights, placement=Placement.contiguous(case.num_experts, case.num_ranks), layout=case.layout,
-        expert_alignment=case.alignment, capacity=case.capacity,
-    )  # fmt: skip
-    return xs, ids, weights, reference.dispatch(xs, routing, WIRES[case.wire])
+    return xs, ids, weights, reference.dispatch(xs, route(case, ids, weights), WIRES[case.wire])
 
 
 class Host:
@@ -173,14 +168,10 @@ def expected(case):
 def made_by_kernels(group, case):
     """The same of this rank, by the kernels."""
     use_interpreter()
-    from expertwire.kernels.engine import DeviceEngine, Rows
+    from expertwire.kernels.engine import Rows
 
     memory = SharedFiles(group)
-    engine = DeviceEngine(
-        memory, Placement.contiguous(case.num_experts, case.num_ranks), capacity=case.capacity, hidden=case.hidden,
-        num_topk=case.num_topk, num_banks=NUM_BANKS, num_sms=1 if case.strict else 3, timeout_us=60_000_000,
-        strict_sms=case.strict,
-    )  # fmt: skip
+    engine = device_engine(memory, case, NUM_BANKS)
     places = engine.state.places(case.layout, Rows.of_wire(WIRES[case.wire], case.hidden), case.alignment)
     inputs, found = engine.state.inputs(case.layout, case.alignment), []
 
@@ -221,12 +212,6 @@ def without_counts_of_ready(window, image):
             at = window.word("ready", writer, bank)
             image[at : at + 8].view(np.int64)[:] >>= 24
     return image
-
-
-@pytest.fixture(scope="module")
-def processes():
-    with Processes(2) as crew:
-        yield crew
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

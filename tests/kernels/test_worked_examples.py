@@ -8,7 +8,6 @@ from interpreted import SharedFiles, use_interpreter
 
 from expertwire.formats import BF16
 from expertwire.layouts.receive import Layout
-from expertwire.testing import Processes
 from expertwire.topology import Placement
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -139,12 +138,6 @@ def gradients_example(group):
         )  # fmt: skip
         found.append(back.tolist())
     return out.tolist(), dots.tolist(), found
-
-
-@pytest.fixture(scope="module")
-def processes():
-    with Processes(2) as crew:
-        yield crew
 
 
 def test_routing(processes):

@@ -81,7 +81,7 @@ def as_json(rows: Sequence[Result], formula: str = FORMULA, gpu: dict[str, Any] 
     return {
         "command": shlex.join(["expertwire", *sys.argv[1:]]),
         "commit": commit(),
-        "machine": _machine() | (gpu or {}),
+        "machine": machine() | (gpu or {}),
         "versions": {name: version for name in _PACKAGES if (version := _version(name))},
         "formula": formula,
         "results": [
@@ -103,7 +103,7 @@ def as_json(rows: Sequence[Result], formula: str = FORMULA, gpu: dict[str, Any] 
 _SECONDS = ("median_s", "fastest_rank_s", "p10_s", "p90_s")
 
 
-def _machine() -> dict[str, Any]:
+def machine() -> dict[str, Any]:
     processor = platform.processor() or platform.machine()
     try:
         names = [

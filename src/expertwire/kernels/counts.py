@@ -24,3 +24,15 @@ def sent_to(counts, R: tl.constexpr):
 def per_expert(counts, R: tl.constexpr):
     """Pointer to the selections of each local expert."""
     return counts + PER_RANK + (R + 3) // 4 * 8
+
+
+@triton.jit
+def padded_per_expert(counts, L, R: tl.constexpr):
+    """Pointer to the same with padding, of L local experts."""
+    return per_expert(counts, R) + (L + 3) // 4 * 4
+
+
+@triton.jit
+def offsets_of(counts, L, R: tl.constexpr):
+    """Pointer to where the rows of each local expert begin."""
+    return per_expert(counts, R) + (L + 3) // 4 * 8

@@ -50,6 +50,7 @@ class DeviceEngine:
         on_cuda = memory.device.type == "cuda" and torch.version.hip is None
         self.many_registers = {"maxnreg": 128} if on_cuda else {}
         self._ranks, self._slots = pow2(self.num_ranks), pow2(num_topk)
+        self._one_warp = {"R": self.num_ranks, "RANKS": self._ranks, "num_warps": 1}
         self.planner = Planner(self.state, self.launch)
 
     def _tiles(self, choose: Callable[[int], Tile], num_tokens: int) -> Iterable[Tile]:
@@ -119,9 +120,8 @@ class DeviceEngine:
             )  # fmt: skip
 
     def _words(self, words: torch.Tensor, epoch: torch.Tensor) -> Rest:
-        """What a kernel of one small block takes that signals or waits."""
-        options = {"R": self.num_ranks, "RANKS": self._ranks, "num_warps": 1}
-        return (words, epoch, self.state.status, self.rank), options
+        """What a kernel of one small block takes that waits."""
+        return (words, epoch, self.state.status, self.rank), self._one_warp
 
     def await_rows(self, step: Step) -> None:
         """The receive half, where it was deferred."""
@@ -143,8 +143,7 @@ class DeviceEngine:
         """The bank's rows have been read: peers may write there again."""
         if self.num_ranks > 1:
             found = self.state.banks[bank]
-            options = {"R": self.num_ranks, "RANKS": self._ranks, "num_warps": 1}
-            self.launch(give_back, 1, (bank,), (), lambda: ((found.words, found.epoch, self.rank), options))
+            self.launch(give_back, 1, (bank,), (), lambda: ((found.words, found.epoch, self.rank), self._one_warp))
 
     def copy_rows(
         self, source: torch.Tensor, out: torch.Tensor, lengths: torch.Tensor, offsets: torch.Tensor, group_rows: int
@@ -155,10 +154,12 @@ class DeviceEngine:
         units, groups = source.shape[1], lengths.numel()
         many = max(1, min(8, 16384 // pow2(units)))
         grid = min(self.num_sms, groups * ceil_div(group_rows, many))
-        constants = {"GROUPS": groups, "ROWS": many, "UNITS": pow2(units), "units": units}
         self.launch(
             copy_rows, max(grid, 1), (unit, units, groups), (source, out, lengths, offsets, group_rows),
-            lambda: ((), constants | {"num_warps": max(4, min(32, pow2(many * units // 512)))}),
+            lambda: ((), {
+                "GROUPS": groups, "ROWS": many, "UNITS": pow2(units), "units": units,
+                "num_warps": max(4, min(32, pow2(many * units // 512))),
+            }),
         )  # fmt: skip
 
     # -- combine ---------------------------------------------------------------------------------------------------
@@ -166,6 +167,13 @@ class DeviceEngine:
     def _sources(self, inputs: Places | None, bank: int) -> torch.Tensor:
         """Where kernels find the addresses of every rank's rows; without `inputs` ranks tell each other."""
         return self.state.banks[bank].sources if inputs is None else inputs.bases[bank]
+
+    def words_of_combine(self, bank: int) -> tuple[torch.Tensor | int, ...]:
+        """What kernels take that gather rows and then leave a combine."""
+        found = self.state.banks[bank]
+        return (
+            found.words, found.combine_epoch, found.combine_ticket, found.epoch, self.state.status, self.rank
+        )  # fmt: skip
 
     def combine_ready(
         self, y: torch.Tensor, inputs: Places | None, step: Step, *, publish: bool = True, receive: bool = True,
@@ -192,7 +200,7 @@ class DeviceEngine:
     ) -> None:  # fmt: skip
         """Wait for the peers' rows, gather and sum; before that `publish`, unless that was done."""
         self.combine_ready(y, inputs, step, publish=publish)
-        bank, (num_tokens, num_places) = self.state.banks[step.bank], step.sends_to.shape
+        num_tokens, num_places = step.sends_to.shape
         weights, two = step.topk_weights if weighted else None, (*biases, None, None)[:2]
         for tile in self._tiles(
             lambda tokens: combine_tile(tokens, self.hidden, self.num_sms, self.strict_sms), num_tokens
@@ -201,11 +209,7 @@ class DeviceEngine:
             units = max(1, ceil_div(num_tokens, tile.rows) * parts)
 
             def rest(tile: Tile = tile, parts: int = parts) -> Rest:
-                fixed = (
-                    self._sources(inputs, step.bank), bank.words, bank.combine_epoch, bank.combine_ticket, bank.epoch,
-                    self.state.status, self.rank,
-                )  # fmt: skip
-                return fixed, {
+                return (self._sources(inputs, step.bank), *self.words_of_combine(step.bank)), {
                     "R": self.num_ranks, "RANKS": self._ranks, "SENDS": num_places, "ROWS": tile.rows,
                     "COLUMNS": tile.columns, "PARTS": parts, "hidden": self.hidden, "WEIGHTED": weighted,
                     "NUM_BIASES": len(biases), "EXCHANGE": inputs is None and self.num_ranks > 1, "FINISH": finish,

@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from expertwire.kernels.counts import NUM_ROWS, PER_RANK, per_expert, sent_to
+from expertwire.kernels.counts import NUM_ROWS, PER_RANK, offsets_of, padded_per_expert, per_expert, sent_to
 from expertwire.kernels.memory import exchange_release, pack_word, ticket_acq_rel
 from expertwire.kernels.routing import (
     COUNTS,
@@ -91,13 +91,12 @@ def _first_rows(
         tl.store(first_rows + expert, tl.where(void > 0, -1, group + before), mask=mask)
     local = position - first_own
     mine = (local >= 0) & (local < L)
-    selections = per_expert(counts, R)
-    tl.store(selections + local, total, mask=mine)
+    tl.store(per_expert(counts, R) + local, total, mask=mine)
     if LAYOUT != EXPERT_SLOTS:  # there, both are fixed
-        width = (L + 3) // 4 * 4
-        tl.store(selections + width + local, padded, mask=mine)
-        tl.store(selections + 2 * width + local + 1, group + padded, mask=mine)
-        tl.store(selections + 2 * width, 0)
+        offsets = offsets_of(counts, L, R)
+        tl.store(padded_per_expert(counts, L, R) + local, padded, mask=mine)
+        tl.store(offsets + local + 1, group + padded, mask=mine)
+        tl.store(offsets, 0)
 
 
 @triton.jit(do_not_specialize=["rank", "num_tokens", "num_blocks", "room", "alignment", "first_own", "L", "timeout_us"])

@@ -29,7 +29,7 @@ class DeviceRuntime:
         """Collective. `sharing`: some ranks share a GPU. Without a `meeting`, a rank that refuses the first call of a
         kind keeps its peers waiting."""
         self.engine, self.memory, self.meeting, self.sharing = engine, memory, meeting, sharing
-        self.masked: set[int] = set()
+        self.masked_ranks: tuple[int, ...] = ()  # nobody is masked on a device
         self.wait_s = np.zeros(engine.num_ranks)
         self.closed = False
         self._known: set[Hashable] = set()

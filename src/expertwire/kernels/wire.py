@@ -41,18 +41,14 @@ def combine_encoded(
     biases: tuple[torch.Tensor, ...], publish: bool, finish: bool,
 ) -> None:  # fmt: skip
     """As `DeviceEngine.combine`, of rows that all ranks have encoded into `memory`."""
-    bank, num_tokens, chunk = engine.state.banks[step.bank], out.shape[0], _chunk(engine.hidden)
+    num_tokens, chunk = out.shape[0], _chunk(engine.hidden)
     parts = ceil_div(engine.hidden, chunk)
     units = max(1, num_tokens * parts)
     engine.combine_ready(memory.payload(step.bank), memory, step, publish=publish)
-    weights, two, state = step.topk_weights if weighted else None, (*biases, None, None)[:2], engine.state
+    weights, two = step.topk_weights if weighted else None, (*biases, None, None)[:2]
 
     def rest() -> Rest:
-        fixed = (
-            memory.bases[step.bank], bank.words, bank.combine_epoch, bank.combine_ticket, bank.epoch, state.status,
-            engine.rank, memory.region.sf,
-        )  # fmt: skip
-        return fixed, {
+        return (memory.bases[step.bank], *engine.words_of_combine(step.bank), memory.region.sf), {
             "R": engine.num_ranks, "RANKS": pow2(engine.num_ranks), "SENDS": step.sends_to.shape[1], "CHUNK": chunk,
             "PARTS": parts, "hidden": engine.hidden, "WEIGHTED": weighted, "NUM_BIASES": len(biases), "FINISH": finish,
             "num_warps": WARPS, "enable_fp_fusion": False,
@@ -61,5 +57,5 @@ def combine_encoded(
     engine.launch(
         logfmt.combine_logfmt, min(units, engine.num_sms) if engine.strict_sms else units,
         (memory, step.bank, weighted, len(biases), finish),
-        (step.sends_to, weights, *two, out, step.counts, num_tokens, state.timeout_us), rest,
+        (step.sends_to, weights, *two, out, step.counts, num_tokens, engine.state.timeout_us), rest,
     )  # fmt: skip
