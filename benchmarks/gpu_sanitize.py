@@ -9,6 +9,7 @@ which the sanitizer does not work, processes take turns on the GPU.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 import re
@@ -31,8 +32,9 @@ TOKENS, HIDDEN, EXPERTS, TOPK = 9, 264, 8, 3
 WIRES = (ew.BF16(), ew.FP8Block(decode=True), ew.FP8Block(scale="ue8m0", decode=True))
 
 
-def round_trips(group):
+def round_trips(group, stacks_after_s):
     """How many elements of sums are wrong. Powers of two and zeros are exact in every wire format."""
+    faulthandler.dump_traceback_later(stacks_after_s)
     rank, num_ranks, wrong = dist.get_rank(group), dist.get_world_size(group), 0
     placement = Placement.contiguous(EXPERTS, num_ranks)
     options = {"num_experts": EXPERTS, "hidden": HIDDEN, "num_topk": TOPK, "num_max_tokens_per_rank": TOKENS}
@@ -50,12 +52,14 @@ def round_trips(group):
                     times = torch.tensor(owners if layout is ew.Layout.COMPACT else [TOPK] * num_tokens)
                     wrong += int((out.cpu() != (x.cpu().float() * times[:, None]).bfloat16()).sum())
         buf.synchronize()
+    faulthandler.cancel_dump_traceback_later()
     return wrong
 
 
 def sanitized(tool, num_ranks, limit_s):
     found = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
-    command = [found, "--tool", tool, "--target-processes", "all", sys.executable, __file__, "--ranks", str(num_ranks)]
+    command = [found, "--tool", tool, "--target-processes", "all", sys.executable, __file__]
+    command += ["--ranks", str(num_ranks), "--limit", str(limit_s)]
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
         try:
@@ -64,7 +68,7 @@ def sanitized(tool, num_ranks, limit_s):
             os.killpg(process.pid, signal.SIGKILL)  # with the ranks, which would go on using the GPU
         output.seek(0)
         lines = output.read().splitlines()
-    summary = next((line for line in lines if "SUMMARY" in line), f"no summary within {limit_s} s: {lines[-5:]}")
+    summary = next((line for line in lines if "SUMMARY" in line), f"no summary within {limit_s} s: {lines[-60:]}")
     wrong = next((line for line in lines if line.startswith("wrong")), "did not end")
     clean = (
         process.wait() == 0 and re.search(r"SUMMARY: 0 ", summary) is not None and wrong == f"wrong {[0] * num_ranks}"
@@ -81,7 +85,7 @@ def main():
     args = parser.parse_args()
     if args.ranks:
         with Processes(args.ranks) as processes:
-            print("wrong", processes.run(round_trips, timeout_s=args.limit), flush=True)
+            print("wrong", processes.run(round_trips, 0.7 * args.limit, timeout_s=args.limit), flush=True)
         return
     results = []
     for tool in ("memcheck", "racecheck"):

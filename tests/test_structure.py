@@ -171,6 +171,7 @@ PUBLIC = [
     "LogFMT10",
     "PeerError",
     "PeerLost",
+    "PeerMasked",
     "PeerRefused",
     "PeerTimeout",
     "Placement",

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         InvalidArgument,
         PeerError,
         PeerLost,
+        PeerMasked,
         PeerRefused,
         PeerTimeout,
         TransportBroken,
@@ -37,29 +38,12 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "expertwire.buffer": ("Buffer", "Statistics"),
-    "expertwire.errors": (
-        "BufferClosed",
-        "ExpertWireError",
-        "GroupMismatch",
-        "HandleError",
-        "InFlightError",
-        "InvalidArgument",
-        "PeerError",
-        "PeerLost",
-        "PeerRefused",
-        "PeerTimeout",
-        "TransportBroken",
-        "TransportUnavailable",
-        "WorldAborted",
-    ),
     "expertwire.formats": ("BF16", "FP8Block", "LogFMT10"),
     "expertwire.handle": ("Combined", "Dispatched", "Handle"),
     "expertwire.layouts.receive": ("Layout",),
     "expertwire.topology": ("Placement",),
     "expertwire.world": ("World",),
 }
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-
 __all__ = [
     "BF16",
     "Buffer",
@@ -77,6 +61,7 @@ __all__ = [
     "LogFMT10",
     "PeerError",
     "PeerLost",
+    "PeerMasked",
     "PeerRefused",
     "PeerTimeout",
     "Placement",
@@ -86,6 +71,10 @@ __all__ = [
     "World",
     "WorldAborted",
 ]
+
+_HOME_OF = dict.fromkeys(__all__, "expertwire.errors") | {
+    name: home for home, names in _HOMES.items() for name in names
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -74,7 +74,8 @@ class Buffer:
                               dispatch that is held (not received, or zero-copy views not given back) holds up the
                               `max_in_flight`-th dispatch after it, with InFlightError
     timeout_s, on_timeout     longest wait for peers, None = for ever; then "raise" PeerTimeout, or "mask" them: skip
-                              them from then on. A peer whose process has ended is noticed at once
+                              them from then on. A peer whose process has ended is noticed at once; on a GPU after
+                              `timeout_s`, and only such peers are masked: PeerMasked once, see docs/gpu.md
     validate                  check that ids are in range (and distinct for EXPERT_SLOTS)
     debug_poison              fill windows and unused rows with NaN, and check guards at close
     engine                    row work: "auto", "numba" or "torch"; on GPUs "auto" or "triton"
@@ -112,7 +113,7 @@ class Buffer:
             _check.choice("engine", engine, ENGINES)
             _check.timeout(timeout_s)
             on_device = device != "cpu"
-            _device_options(device, engine, on_timeout, debug_poison, num_sms)
+            _device_options(device, engine, debug_poison, num_sms)
             experts = placement or Placement.contiguous(num_experts, ranks.num_ranks)
             _check.placement(experts, num_experts, ranks.num_ranks)
             return Settings(
@@ -135,7 +136,7 @@ class Buffer:
         self._dispatch: Any
         self._combine: Any
         if device != "cpu":
-            self._on_device(ranks, timeout_s, validate=validate, num_sms=num_sms)
+            self._on_device(ranks, timeout_s, mask_peers=on_timeout == "mask", validate=validate, num_sms=num_sms)
             return
         self._engine = host_engine(
             ranks,
@@ -153,14 +154,16 @@ class Buffer:
         context = Context(self, self.settings, self._steps, validate, self._raise_if_full)
         self._dispatch, self._combine = Dispatcher(context), Combiner(context)
 
-    def _on_device(self, ranks: Bootstrap, timeout_s: float | None, *, validate: bool, num_sms: int | None) -> None:
+    def _on_device(
+        self, ranks: Bootstrap, timeout_s: float | None, *, mask_peers: bool, validate: bool, num_sms: int | None
+    ) -> None:  # fmt: skip
         """The same parts for a GPU; what they are called here is what they answer to on the CPU."""
         from expertwire.device_calls import rehearse
 
         s = self.settings
         runtime = device_runtime(
             ranks, s.transport, s.device, s.placement, capacity=s.num_max_tokens_per_rank, hidden=s.hidden,
-            num_topk=s.num_topk, num_banks=s.max_in_flight, timeout_s=timeout_s, num_sms=num_sms,
+            num_topk=s.num_topk, num_banks=s.max_in_flight, timeout_s=timeout_s, mask_peers=mask_peers, num_sms=num_sms,
         )  # fmt: skip
         rehearse(runtime.engine.state.device)
         ranks.all_gather(None)
@@ -212,8 +215,8 @@ class Buffer:
         zero_copy          place rows into memory of the buffer, valid until the handle is finished
 
         Raises InvalidArgument here and PeerRefused on all peers if this rank's arguments are illegal; the call is then
-        void and the next one works. Raises PeerTimeout, PeerLost, InFlightError, HandleError, BufferClosed. On a GPU,
-        peers may learn of it later, see `synchronize`.
+        void and the next one works. Raises PeerTimeout, PeerLost, PeerMasked, InFlightError, HandleError,
+        BufferClosed. On a GPU, peers may learn of it later, see `synchronize`.
         """
         self._raise_if_unusable()
         record: Dispatched = self._dispatch(
@@ -311,7 +314,7 @@ class Buffer:
 
     @property
     def masked_ranks(self) -> tuple[int, ...]:
-        """Peers that are skipped since they did not signal in time (`on_timeout="mask"`)."""
+        """Peers that are skipped since they did not signal in time (`on_timeout="mask"`); on a GPU they have ended."""
         masked: tuple[int, ...] = self._engine.runtime.masked_ranks
         return masked
 
@@ -438,7 +441,7 @@ class _OnDevice:
     runtime: Any
 
 
-def _device_options(device: str, engine: str, on_timeout: str, debug_poison: bool, num_sms: int | None) -> None:
+def _device_options(device: str, engine: str, debug_poison: bool, num_sms: int | None) -> None:
     """Raise for what this device does not offer."""
     reason = device_unavailable(device)
     if reason:
@@ -450,8 +453,6 @@ def _device_options(device: str, engine: str, on_timeout: str, debug_poison: boo
         _check.integer("num_sms", num_sms, 1, 1 << 10)
         if not on_device:
             raise InvalidArgument("num_sms is a setting of GPUs; leave it out on the CPU")
-    if on_device and on_timeout != "raise":
-        raise TransportUnavailable("on_timeout='mask' is not offered on a GPU yet; use 'raise'")
     if on_device and debug_poison:
         raise TransportUnavailable("debug_poison is not offered on a GPU; use device='cpu'")
 

@@ -53,7 +53,7 @@ class DeviceGradients:
         weighted = received_weights is not None
 
         def backward(grads: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-            self._raise_if_unusable(arrived.step)
+            self._raise_if_unusable(arrived)
             rows = self._as_rows(grads[0] if x is not None else None, arrived.num_rows)
             sums = self._combine(rows, arrived.step)
             weights = None
@@ -97,7 +97,7 @@ class DeviceGradients:
         versions = [t._version for t in (kept, weights) if t is not None]
 
         def backward(grads: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-            self._raise_if_unusable(arrived.step)
+            self._raise_if_unusable(arrived)
             if versions != [t._version for t in (kept, weights) if t is not None]:
                 raise RuntimeError(
                     "combine's input x, or the topk_weights of its dispatch, was modified in place before the backward"
@@ -163,7 +163,7 @@ class DeviceGradients:
                 backward([None, None])
             self._rehearsed.add(key)
 
-    def _raise_if_unusable(self, step: Step) -> None:
+    def _raise_if_unusable(self, arrived: Arrived) -> None:
         rank, failure = self._engine.rank, self._steps.failure
         if self._runtime.closed:
             raise BufferClosed(f"rank {rank}: a backward pass needs its buffer, which is closed")
@@ -171,8 +171,8 @@ class DeviceGradients:
             raise BufferClosed(
                 f"rank {rank}: no backward pass, since a call failed in the middle: {failure}"
             ) from failure
-
-        if step.bank in self._steps.combining and not self._runtime.rehearsing:
+        self._steps.raise_if_outdated(arrived.masked)
+        if arrived.step.bank in self._steps.combining and not self._runtime.rehearsing:
             raise HandleError(
                 f"rank {rank}: a backward pass needs the bank of a combine that was deferred; call its hook() first"
             )

@@ -44,6 +44,7 @@ class DeviceDispatcher:
         steps, engine = self._steps, self._engine
         steps.raise_refused()
         epoch, cached, exact = steps.dispatches.begin(), handle is not None, counts == "host"
+        masked = self._runtime.masked_ranks
         bank, call = steps.dispatches.lane.bank(epoch), steps.call("dispatch")
         try:
             layout = _check.dispatch_options(self._rank, layout, expert_alignment, counts, wire)
@@ -54,6 +55,7 @@ class DeviceDispatcher:
                 _check.differentiable_rows(self._rank, source, wire, zero_copy)
             if cached:
                 check_handle(self._rank, self._owner, handle)
+                steps.raise_if_outdated(handle._arrived.masked)
                 if topk_idx is not None or topk_weights is not None or zero_copy:
                     raise InvalidArgument(
                         f"rank {self._rank}: with handle, pass no topk_idx, topk_weights or zero_copy"
@@ -91,7 +93,8 @@ class DeviceDispatcher:
                 "dispatch", step.layout, rows, step.alignment, fused, cached, defer_receive, zero_copy,
                 step.topk_idx.dtype, step.topk_weights is None, differentiable,
             )  # fmt: skip
-            self._runtime.meet(kind, call, prepare)
+            with steps.masking():
+                self._runtime.meet(kind, call, prepare)
         except BaseException as error:
             (steps.dispatches.cancel if self._state.capturing else steps.dispatches.end)(epoch)
             steps.refuse("dispatch", bank, call, error)
@@ -101,6 +104,7 @@ class DeviceDispatcher:
 
         def complete() -> dict[str, Any]:
             if defer_receive:
+                steps.raise_if_outdated(masked)
                 engine.await_rows(step)
             known = steps.counts(step) if exact else None
             if known is not None and engine.num_ranks > 1 and known[-1]:
@@ -116,7 +120,7 @@ class DeviceDispatcher:
             else:
                 self._finish(epoch, bank)
             if not cached:
-                handle._arrived = Arrived(step, num_rows, exact, epoch if zero_copy else None, routing)
+                handle._arrived = Arrived(step, num_rows, exact, epoch if zero_copy else None, routing, masked)
             if differentiable:
                 weights = None if cached else routing["topk_weights"]()
                 fields["x"], weights = self._gradients.tie_dispatch(
@@ -200,7 +204,7 @@ class DeviceDispatcher:
             "num_tokens_per_expert_list": None,
             "num_padded_tokens_per_expert_list": None,
             "num_tokens_per_rank_list": None,
-            "missing_ranks": (),
+            "missing_ranks": self._runtime.masked_ranks,
         }
         num_local, room = self._state.num_local_experts, self._engine.num_ranks * self._engine.capacity
         num_rows = num_local * room if fixed else self._worst_case(step)

@@ -20,6 +20,7 @@ from expertwire.errors import HandleError, InvalidArgument, TransportUnavailable
 from expertwire.formats import BF16, LogFMT10
 from expertwire.handle import Combined, Handle
 from expertwire.kernels.engine import Places, Step
+from expertwire.kernels.masking import num_missing
 from expertwire.kernels.runtime import DeviceRuntime
 from expertwire.kernels.wire import combine_encoded, encode_rows
 from expertwire.layouts.receive import Layout
@@ -40,6 +41,7 @@ class DeviceCombiner:
         """Memory for the experts' output of this handle that combine reads in place. Collective the first time."""
         check_handle(self._rank, self._owner, handle)
         arrived: Arrived = handle._arrived
+        self._steps.raise_if_outdated(arrived.masked)
         memory = self._state.inputs(arrived.step.layout, arrived.step.alignment).payload(arrived.step.bank)
         return memory.view(torch.bfloat16)[: arrived.num_rows].view(self._dims(handle))
 
@@ -61,6 +63,7 @@ class DeviceCombiner:
         call = steps.call("combine")
         try:
             check_handle(self._rank, self._owner, handle)
+            steps.raise_if_outdated(handle._arrived.masked)
             biases = self._checked(x, handle, topk_weights, bias, reduce, wire)
             arrived: Arrived = handle._arrived
             step, compact, y = arrived.step, handle.layout is Layout.COMPACT, x.detach()
@@ -120,7 +123,8 @@ class DeviceCombiner:
             steps.counts(step)  # nobody meets for the combine of a void dispatch
             steps.raise_refused()
         try:
-            self._runtime.meet(kind, call, prepare)
+            with steps.masking():
+                self._runtime.meet(kind, call, prepare)
         except BaseException as error:
             steps.refuse("combine", bank, call, error)
             raise
@@ -134,6 +138,7 @@ class DeviceCombiner:
 
         def complete() -> dict[str, Any]:
             if late:
+                steps.raise_if_outdated(arrived.masked)
                 gather()
                 steps.combining.discard(step.bank)
             handle._busy = False
@@ -144,9 +149,18 @@ class DeviceCombiner:
             fields = (out, returned)
             if differentiable:
                 fields = self._gradients.tie_combine(handle, x, topk_weights, biases, out, returned, kept)
-            return {"x": fields[0], "topk_weights": fields[1], "num_missing": 0, "_lazy": steps.event()}
+            made: dict[str, Any] = {"x": fields[0], "topk_weights": fields[1], "_lazy": steps.event()}
+            if arrived.masked:
+                made["_lazy"] |= {"num_missing": lambda: self._num_missing(step, arrived.masked, by_rank=by_rank)}
+            else:
+                made["num_missing"] = 0
+            return made
 
         return record(Combined, complete, defer_receive, _lazy=steps.event() if defer_receive else {})
+
+    def _num_missing(self, step: Step, masked: tuple[int, ...], *, by_rank: bool) -> int:
+        number = num_missing(self._state, step, masked, by_rank=by_rank)
+        return self._steps.read(number.to(torch.int32).repeat(2))[0]  # two, for which the kernel is there
 
     def _inputs(
         self, y: torch.Tensor, step: Step, *, shared: bool, encoded: bool

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from expertwire.errors import PeerRefused, PeerTimeout
+from expertwire.errors import HandleError, PeerMasked, PeerRefused, PeerTimeout
 from expertwire.handle import Handle
 from expertwire.kernels.backward import combine_values, width_of
 from expertwire.kernels.engine import DeviceEngine, Step
+from expertwire.kernels.masking import forget
 from expertwire.kernels.runtime import LANES, DeviceRuntime, refusal
 from expertwire.protocols.lane import Lane
 from expertwire.steps import LaneSteps
@@ -20,13 +21,15 @@ from expertwire.steps import LaneSteps
 
 @dataclass
 class Arrived:
-    """What a handle keeps of its dispatch: its step, and the shape of the rows that combine will be given."""
+    """What a handle keeps of its dispatch: its step, and the shape of the rows that combine will be given; and which
+    ranks were masked then."""
 
     step: Step
     num_rows: int
     exact: bool
     held_epoch: int | None  # of a zero-copy dispatch, whose bank is busy until the handle is finished
     routing: dict[str, Callable[[], Any]]  # makes topk_idx, topk_weights and row_source
+    masked: tuple[int, ...] = ()
 
 
 class DeviceSteps:
@@ -49,21 +52,58 @@ class DeviceSteps:
     def failure(self) -> BaseException | None:
         """What makes the buffer unusable. Raises it when it is first noticed."""
         if self._failure is None:
-            try:
+            with self.fatal():
                 self.runtime.raise_if_failed()
-            except PeerTimeout as error:
-                self._failure = error
-                raise
         return self._failure
 
     @contextmanager
     def fatal(self) -> Iterator[None]:
-        """Errors in here leave the ranks out of step."""
+        """Errors in here leave the ranks out of step, unless who is late can be masked."""
         try:
-            yield
+            with self.masking():
+                yield
+        except PeerMasked:
+            raise
         except BaseException as error:
             self._failure = error
             raise
+
+    # -- ranks that have ended -----------------------------------------------------------------------------------
+
+    @contextmanager
+    def masking(self) -> Iterator[None]:
+        """In here, a rank that is late and has ended is masked, if it may be: PeerMasked in place of PeerTimeout."""
+        try:
+            yield
+        except PeerTimeout as error:
+            self.mask_lost(error)
+            raise
+
+    def mask_lost(self, cause: PeerTimeout | None = None) -> None:
+        """PeerMasked if a rank has ended that may be masked: all ranks that are left do the same, and go on."""
+        if self.engine.state.capturing or not self.runtime.has_lost():
+            return
+        peers, epoch = self.runtime.mask(self.dispatches.epoch)
+        self.dispatches.restart(epoch)
+        self.combining.clear()
+        self._combines = (0, 0)
+        for handle in self.handles:
+            handle.finished, handle._busy, handle._on_finish = True, False, None
+            if handle._arrived is not None:
+                forget(handle._arrived.step, set(peers))
+        raise PeerMasked(
+            f"rank {self.rank}: rank(s) {', '.join(map(str, peers))} have ended and are masked from now on. What was "
+            "in flight is void on all ranks, that is, all since synchronize() last returned: dispatch again.", peers,
+        ) from cause  # fmt: skip
+
+    def raise_if_outdated(self, masked: tuple[int, ...]) -> None:
+        """`masked`: who was when this handle was made."""
+        if masked is not self.runtime.masked_ranks and masked != self.runtime.masked_ranks:
+            new = sorted(set(self.runtime.masked_ranks) - set(masked))
+            raise HandleError(
+                f"rank {self.rank}: this dispatch is void, since rank(s) {new} took part in it, which are masked now; "
+                "dispatch again"
+            )
 
     def event(self) -> dict[str, Callable[[], torch.cuda.Event | None]]:
         """Makes the `event` of a record, of what has been launched on the current stream so far."""
@@ -90,6 +130,8 @@ class DeviceSteps:
         happen. `bank` None: which step is meant cannot be known."""
         if self.engine.num_ranks == 1 or self.engine.state.capturing:
             return
+        if isinstance(error, PeerMasked):
+            return
         if bank is None or isinstance(error, PeerTimeout) or not isinstance(error, Exception):
             self._failure = error
             return
@@ -106,6 +148,7 @@ class DeviceSteps:
 
     def void(self, bank: int) -> PeerRefused:
         """The error of the dispatch in this bank, which the device found void."""
+        self.mask_lost()
         words = self.engine.state.refusals[bank, 0]
         self.runtime.refused(bank)
         peers = [int(peer) for peer in (words == words.max()).nonzero()]
@@ -115,6 +158,7 @@ class DeviceSteps:
         """PeerRefused, once, for earlier steps of which only the device knew. Void dispatches are finished."""
         if not self.runtime.has_news() or self.engine.state.capturing:
             return
+        self.mask_lost()
         news = self.runtime.refused()
         banks = {bank for bank, lane, _ in news if LANES[lane] == "dispatch"}
         for handle in [h for h in self.handles if not h.finished and h._arrived is not None]:

@@ -77,7 +77,7 @@ def device_transport_name(requested: str, group: Bootstrap) -> str:
 
 def device_runtime(
     group: Bootstrap, transport: str, device: str, placement: Placement, *, capacity: int, hidden: int, num_topk: int,
-    num_banks: int, timeout_s: float | None, num_sms: int | None,
+    num_banks: int, timeout_s: float | None, mask_peers: bool, num_sms: int | None,
 ) -> DeviceRuntime:  # fmt: skip
     """Windows on the GPUs of all ranks, and the kernels that work on them. Collective."""
     from expertwire.kernels.engine import DeviceEngine
@@ -87,14 +87,21 @@ def device_runtime(
     here = torch.device("cuda", torch.cuda.current_device() if here.index is None else here.index)
     seats: list[gpus.Seat] = group.all_gather(gpus.seat(here))
     memory = device_memory(group, transport, here, seats)
-    seat = seats[group.rank]
+    seat, meeting = seats[group.rank], host_meeting(group, transport)
+    if mask_peers and meeting is None and group.num_ranks > 1:
+        raise TransportUnavailable(
+            f"rank {group.rank}: on_timeout='mask' on a GPU needs ranks of one host, which see each other's processes "
+            "end; use on_timeout='raise'"
+        )
     beside = sum(other.uuid == seat.uuid for other in seats)  # ranks that share this GPU
     engine = DeviceEngine(
         memory, placement, capacity=capacity, hidden=hidden, num_topk=num_topk, num_banks=num_banks, timeout_us=1,
         num_sms=num_sms or max(1, seat.num_sms // beside), strict_sms=num_sms is not None,
     )  # fmt: skip
     sharing = len({other.uuid for other in seats}) < len(seats)
-    runtime = DeviceRuntime(engine, memory, timeout_s, meeting=host_meeting(group, transport), sharing=sharing)
+    runtime = DeviceRuntime(
+        engine, memory, timeout_s, meeting=meeting, sharing=sharing, mask_peers=mask_peers
+    )  # fmt: skip
     group.all_gather(None)
     return runtime
 

@@ -5,6 +5,7 @@ ExpertWireError
  +-- GroupMismatch          the ranks of one group disagree; found at creation      (also a ValueError)
  +-- PeerError              another rank is the cause                               (also a RuntimeError)
  |    +-- PeerRefused       it rejected its own arguments; this call is void on all ranks
+ |    +-- PeerMasked        it has ended and is masked; what was in flight is void on all ranks
  |    +-- TransportBroken   its signal came before its data, which no transport may allow
  |    +-- PeerTimeout       it did not signal in time                               (also a TimeoutError)
  |         +-- PeerLost     its process has ended, or it closed its buffer
@@ -43,6 +44,11 @@ class PeerError(ExpertWireError, RuntimeError):
 
 class PeerRefused(PeerError):
     """A peer rejected its own arguments for this call, so the call is void on every rank. The next call works."""
+
+
+class PeerMasked(PeerError):
+    """Peers have ended, and are masked from now on (`on_timeout="mask"` on a GPU). Every dispatch and combine that was
+    in flight on any rank is void; the next call works."""
 
 
 class TransportBroken(PeerError):

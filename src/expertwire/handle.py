@@ -110,13 +110,14 @@ class Combined(_Record):
     x               [T, H] bfloat16
     topk_weights    [T, K] float32, if combine was given `topk_weights` (COMPACT); 0 where nothing was selected
     num_missing     contributions that masked ranks did not deliver: rows for reduce="token", else (token, rank) pairs
+                    (on a GPU, where ranks are masked, asking for it waits for the device)
     event, hook     as in `Dispatched`
     """
 
     x: torch.Tensor
     topk_weights: torch.Tensor | None
     event: torch.cuda.Event | None
-    num_missing: int = 0
+    num_missing: int
     hook: Callable[[], Combined] | None = None
 
 

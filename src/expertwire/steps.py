@@ -58,6 +58,11 @@ class LaneSteps:
     def end(self, epoch: int) -> None:
         self._open.discard(epoch)
 
+    def restart(self, epoch: int) -> None:
+        """Nothing is open, and this was the last epoch."""
+        self.epoch = epoch
+        self._open.clear()
+
     def cancel(self, epoch: int) -> None:
         """The step that began last has not happened, on any rank."""
         self.end(epoch)

@@ -87,13 +87,16 @@ def _yield_while_waiting(builder):
 class SharedFiles:
     """`DeviceMemory` of processes of one host: files that all of them map."""
 
-    name, any_address, device = "files", False, torch.device("cpu")
+    name, any_address, needs_all, device = "files", False, False, torch.device("cpu")
 
     def __init__(self, group):
         import torch.distributed as dist
 
         self.group, self.rank, self.num_ranks = group, dist.get_rank(group), dist.get_world_size(group)
         self.kept = []
+
+    def gather_by(self, all_gather):
+        self.all_gather = all_gather
 
     def all_gather(self, value):
         import torch.distributed as dist
@@ -106,13 +109,13 @@ class SharedFiles:
         with tempfile.NamedTemporaryFile() as file:
             file.truncate(num_bytes)
             paths = self.all_gather(file.name)
-            maps = [torch.from_file(p, shared=True, size=num_bytes, dtype=torch.uint8) for p in paths]
+            maps = [p and torch.from_file(p, shared=True, size=num_bytes, dtype=torch.uint8) for p in paths]
             self.all_gather(None)
         self.kept.append(maps)
-        return maps[self.rank], [m.data_ptr() for m in maps]
+        return maps[self.rank], [0 if m is None else m.data_ptr() for m in maps]
 
-    def addresses(self, own):
-        return None
+    def close(self):
+        self.kept = []
 
 
 def data(case, step):

@@ -8,7 +8,8 @@ from interpreted import SharedFiles, use_interpreter
 
 from expertwire.formats import BF16
 from expertwire.layouts.receive import Layout
-from expertwire.testing import random_rows
+from expertwire.protocols.epoch_signal import pack
+from expertwire.testing import Processes, random_rows
 from expertwire.topology import Placement
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -72,4 +73,37 @@ def test_nothing_moves(processes, layout, call, phase):
     assert waited[0] == 0
     assert 20_000 <= waited[1] < 10**10, "nanoseconds"
     assert none == [0, 0]
-    assert (refused if call == "combine" else void) == 1
+    assert (refused if call == "combine" else void) > 0
+
+
+def late_for_one(group):
+    """Rank 2 makes no step, but its words are there in time for rank 0. Who was late, whether the step is void, and who
+    refused it."""
+    use_interpreter()
+    from expertwire.kernels.engine import DeviceEngine, Rows
+
+    memory = SharedFiles(group)
+    engine = DeviceEngine(
+        memory, Placement.contiguous(6, 3), capacity=TOKENS, hidden=HIDDEN, num_topk=2, num_banks=1, num_sms=3,
+        timeout_us=60_000_000 if memory.rank == 0 else 2_000_000,
+    )  # fmt: skip
+    state = engine.state
+    places = state.places(Layout.COMPACT, Rows.of_wire(BF16(), HIDDEN))
+    if memory.rank == 0:
+        for purpose in ("counts", "ready"):
+            at = state.window.word(purpose, 2, 0)
+            state.own[at : at + 8].view(torch.int64).fill_(pack(1, 0))
+    step = state.step(0, Layout.COMPACT, torch.tensor([[0, 2], [1, 3], [2, -1]]), None)
+    if memory.rank != 2:
+        engine.send(random_rows(memory.rank, TOKENS, HIDDEN), None, engine.planner.plan(step, places), step, places,
+                    receive=True)  # fmt: skip
+    memory.all_gather(None)
+    return state.status.view(-1, 4)[:, 0].tolist(), int(step.void) > 0, state.refusals[0, 0].tolist()
+
+
+def test_who_gave_up_says_so_to_those_who_did_not():
+    """Else rank 0 would take the rows of rank 1, which sent none, to be complete."""
+    with Processes(3) as crew:
+        first, second, _ = crew.run(late_for_one)
+    assert second == ([0, 0, COUNTS], True, [0, 0, 0])
+    assert first == ([0, 0, 0], True, [0, 1, 0])

@@ -251,7 +251,6 @@ def test_processes_share_a_gpu():
 def test_what_is_not_offered_says_so():
     def rank_work(rank):
         for options in (
-            {"on_timeout": "mask"},
             {"debug_poison": True},
             {"transport": "symm_mem"},
             {"transport": "nvshmem"},

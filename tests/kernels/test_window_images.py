@@ -177,7 +177,7 @@ def made_by_kernels(group, case):
 
     def image(phase):
         memory.all_gather(None)
-        found.append((phase, engine.state._own.numpy().copy(), np.stack([own.numpy() for own in places._own])))
+        found.append((phase, engine.state.own.numpy().copy(), np.stack([own.numpy() for own in places._own])))
         memory.all_gather(None)
 
     for number in range(1, case.steps + 1):

@@ -32,7 +32,7 @@ def routing_example(group):
     x, step = torch.zeros(3, 16, dtype=torch.bfloat16), engine.state.step(0, slots, ids, None)
     engine.send(x, None, engine.planner.plan(step, rows), step, rows, receive=True)
     window = engine.state.window
-    counts = engine.state._own[window.counts(0) :].view(torch.int32)[: 2 * window.counts_row]
+    counts = engine.state.own[window.counts(0) :].view(torch.int32)[: 2 * window.counts_row]
     return places(step.sends_to), counts.view(2, -1)[memory.rank].tolist()
 
 

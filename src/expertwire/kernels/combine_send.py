@@ -40,8 +40,9 @@ def combine_send(
         if PUBLISH:
             if EXCHANGE:
                 peers = tl.arange(0, RANKS)
-                tables = tl.load(source_bases + peers, mask=peers < R, other=0).to(tl.pointer_type(tl.int64))
-                tl.store(tables + rank, tl.zeros([RANKS], tl.int64) + y.to(tl.int64), mask=peers < R)
+                bases = tl.load(source_bases + peers, mask=peers < R, other=0)
+                tables = bases.to(tl.pointer_type(tl.int64))
+                tl.store(tables + rank, tl.zeros([RANKS], tl.int64) + y.to(tl.int64), mask=bases != 0)
             signal(word_bases, COMBINE_READY, epoch, 0, rank, R, RANKS)
         if RECEIVE:
             refusals = await_peers(word_bases, COMBINE_READY, epoch, rank, status, timeout_us, R, RANKS)

@@ -14,14 +14,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from expertwire.kernels.counts import VOID
-from expertwire.kernels.routing import DONE, READY, await_peers, signal
+from expertwire.kernels.routing import DONE, receive_rows, signal
 
 
 @triton.jit(do_not_specialize=["rank", "timeout_us"])
 def await_rows(counts, timeout_us, word_bases, epochs, status, rank, R: tl.constexpr, RANKS: tl.constexpr):
     """One block: wait for the rows of the step that was sent last in this bank; VOID of `counts` is written."""
-    tl.store(counts + VOID, await_peers(word_bases, READY, tl.load(epochs), rank, status, timeout_us, R, RANKS))
+    receive_rows(counts, word_bases, tl.load(epochs), rank, status, timeout_us, R, RANKS)
 
 
 @triton.jit(do_not_specialize=["rank"])

@@ -22,7 +22,7 @@ from expertwire.kernels.memory import ticket_acq_rel
 from expertwire.kernels.place import place_experts
 from expertwire.kernels.profile import dispatch_send_bytes
 from expertwire.kernels.quantize import encode_blocks
-from expertwire.kernels.routing import READY, WHERE_RANK, WHERE_ROW, await_peers, signal
+from expertwire.kernels.routing import READY, WHERE_RANK, WHERE_ROW, receive_rows, signal
 
 
 @triton.jit
@@ -65,7 +65,8 @@ def dispatch_send(
 
     A tile has ROWS * LINES lines of BLOCK columns, LINES of them a row. Scale factors: sf_units units of sf_unit_bytes
     a row, made here (FP8, one a line) or taken from sf_in [T, sf_units]. keys, block_counts and first_rows are of the
-    plan, None without PLACE. With RECEIVE, VOID of `counts` is written.
+    plan, None without PLACE. In a step that the plan found VOID no rows go out, and READY says REFUSED: a peer for whom
+    nobody was late must not take its rows to be complete. With RECEIVE, VOID of `counts` is written.
     """
     line = tl.arange(0, ROWS * LINES)
     column = (line % LINES)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -122,6 +123,6 @@ def dispatch_send(
         if ticket_acq_rel(tickets) == tl.num_programs(0) - 1:
             tl.store(tickets, 0)
             tl.store(epochs, epoch)
-            signal(word_bases, READY, epoch, 0, rank, R, RANKS)
+            signal(word_bases, READY, epoch, tl.where(tl.load(counts + VOID) > 0, -1, 0), rank, R, RANKS)
             if RECEIVE:
-                tl.store(counts + VOID, await_peers(word_bases, READY, epoch, rank, status, timeout_us, R, RANKS))
+                receive_rows(counts, word_bases, epoch, rank, status, timeout_us, R, RANKS)

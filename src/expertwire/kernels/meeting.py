@@ -1,32 +1,23 @@
-"""Where ranks meet on the host: before the first call of a kind, whose kernels are compiled and whose memory is shared.
+"""Where ranks meet on the host: before the first call of a kind, whose kernels are compiled and whose memory is shared,
+and to agree which of them have ended.
 
-A rank that refuses the call does not come, and says so: it is not waited for, then or later. Every rank has two words
-in host memory that all of them see: how far it has come, and the last call it refused. Calls are numbered in the same
-way on all ranks, and the numbers grow.
+A rank that refuses a call does not come, and says so: it is not waited for, then or later. Every rank has two words in
+host memory that all of them see: how far it has come, and the last call it refused. Calls are numbered in the same way
+on all ranks, and the numbers grow. Behind the words are the pages of a `Board`.
 """
 
 from __future__ import annotations
 
 import time
-from typing import Any, Protocol
+from typing import Any
 
 from expertwire.errors import MissedSignal, PeerLost, PeerTimeout
+from expertwire.kernels.board import BOARD_BYTES, Board, HostWindows
 
-MEETING_BYTES = 64
-
-
-class HostWindows(Protocol):
-    """A host transport: one small window per rank, and what is known about the peers."""
-
-    rank: int
-    num_ranks: int
-    windows: list[Any]
-
-    def alive(self, peer: int) -> bool | None: ...
-
-    def raise_if_aborted(self) -> None: ...
-
-    def close(self) -> None: ...
+_WORDS_BYTES = 64
+MEETING_BYTES = _WORDS_BYTES + BOARD_BYTES
+_AGREEING = "which ranks have ended"
+_PREPARING_S = 600.0  # compilers take long
 
 
 class Meeting:
@@ -34,7 +25,11 @@ class Meeting:
 
     def __init__(self, transport: HostWindows) -> None:
         self._transport = transport
-        self._words = [window.view("int64")[:2] for window in transport.windows]  # [2 * call + stage, refused call]
+        self._words = [
+            window[:_WORDS_BYTES].view("int64")[:2] for window in transport.windows
+        ]  # [2 * call + stage, refused call]
+        self._board = Board(transport, _WORDS_BYTES)
+        self.masked: set[int] = set()
 
     def refuse(self, call: int) -> None:
         """This rank does not take part in the call. Waits for nobody."""
@@ -44,11 +39,10 @@ class Meeting:
         """Wait until every peer has come to this stage of this call, or refused it; returns those who did."""
         transport, place = self._transport, 2 * call + stage
         self._words[transport.rank][0] = place
+        words = [(peer, word) for peer, word in enumerate(self._words) if peer not in self.masked]
         began = time.monotonic()
         while True:
-            missing = [
-                peer for peer, (come, refused) in enumerate(self._words) if come < place and refused < call
-            ]  # fmt: skip
+            missing = [peer for peer, (come, refused) in words if come < place and refused < call]
             if not missing:
                 break
             transport.raise_if_aborted()
@@ -62,11 +56,38 @@ class Meeting:
             time.sleep(min(0.001, waited / 8))
         # Nobody leaves stage 0 without this rank, unless the call is void: who is further has refused, or saw who did.
         void = [
-            peer for peer, (come, refused) in enumerate(self._words)
+            peer for peer, (come, refused) in words
             if refused == call or come < place or (stage == 0 and come > place + 1)
         ]  # fmt: skip
         named = [peer for peer in void if self._words[peer][1] == call]
         return named or void
+
+    def all_gather(self, value: object) -> list[Any]:
+        """Every rank's value, None of masked ones. PeerLost if a rank ends meanwhile. Collective."""
+        values, ended = self._board.exchange(("", value), self.masked, _PREPARING_S)
+        ended |= {gone for said in values if said and said[0] == _AGREEING for gone in said[1]}
+        if ended:
+            missed = [MissedSignal(peer, 0, 0, 0, False) for peer in sorted(ended)]
+            raise PeerLost(self._transport.rank, "meeting on the host", missed, 0.0, "All ranks that are left know it.")
+        return [said and said[1] for said in values]
+
+    def ended(self) -> set[int]:
+        """Ranks that have ended and are not masked yet."""
+        peers = set(range(self._transport.num_ranks)) - self.masked
+        return {peer for peer in peers if self._transport.alive(peer) is False}
+
+    def agree(self, numbers: tuple[int, ...], timeout_s: float | None) -> tuple[int, ...]:
+        """Mask the ranks that have ended, the same ones on all ranks that are left; returns the largest of everybody's
+        `numbers`. Collective among these; some may come from an `all_gather`, which they leave then."""
+        ended: set[int] = set()
+        while True:
+            values, silent = self._board.exchange((_AGREEING, self.ended() | ended, numbers), self.masked, timeout_s)
+            said = [value for value in values if value is not None]
+            found = silent.union(*(value[1] for value in said if value[0] == _AGREEING))
+            if all(value[0] == _AGREEING and value[1] == found for value in said):
+                self.masked |= found
+                return tuple(map(max, *(value[2] for value in said))) if len(said) > 1 else numbers
+            ended = found
 
     def alive(self, peer: int) -> bool | None:
         return self._transport.alive(peer)

@@ -3,7 +3,7 @@
 A selection's row is the first row of this rank there (from `plan`) + the rows of earlier blocks + the rows before it in
 its own block. For experts that last number comes from comparing keys, a few tokens at a time, by the block that is
 about to send them; for ranks, of which a token serves each once, from a running sum over a [tokens, ranks] table, in a
-launch of its own. Where the first row is -1 the step is void, and nothing is sent.
+launch of its own. Where the first row is -1 nothing is sent: the step is void, or the rank is masked.
 
 Outputs, for SENDS places a token (SENDS = K, or the number of ranks if COMPACT needs fewer), each listed once:
     sends_to [T, SENDS]     rank << 40 | row, -1 = nothing to send
@@ -21,7 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from expertwire.kernels.counts import PER_RANK, sent_to
+from expertwire.kernels.counts import PER_RANK, VOID, sent_to
 from expertwire.kernels.memory import agree, ticket_acq_rel, wait
 from expertwire.kernels.routing import (
     DONE,
@@ -165,7 +165,9 @@ def address_rows(
             tl.store(tickets, 0)
             pointers, peers, mask = words_from(word_bases, DONE, rank, R, RANKS)
             _, _, late = wait(pointers, mask, tl.load(epochs), DONE + 1, status, peers, timeout_us)
-            if agree(late) > 0:  # they may still read what would be overwritten
+            void = agree(late)
+            tl.store(counts + VOID, void)
+            if void > 0:  # they may still read what would be overwritten
                 for first in range(0, num_places, PLACES):
                     at = first + tl.arange(0, PLACES)
                     tl.store(addresses + at, tl.zeros([PLACES], tl.int64), mask=at < num_places)

@@ -4,7 +4,8 @@ Tokens are cut into blocks. Each block is counted by itself; the last block out 
 all peers, waits for theirs, and finds where this rank's rows of every expert (EXPERT_*) or rank (COMPACT) begin at
 their destination. `place` then numbers the selections inside their blocks.
 
-If a peer refused the step, the first rows are -1, so that `place` finds nothing to send.
+If a peer refused the step, or does not come in time, the step is void: the first rows are -1, so that `place` finds
+nothing to send. If a peer has not given the bank back, it may still read its counts: it is told REFUSED instead.
 
 Orders: block counts go through the ticket (acq_rel, gpu), totals to peers through `exchange_release` / `load_acquire`
 (sys). Only the last block waits.
@@ -18,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from expertwire.kernels.counts import NUM_ROWS, PER_RANK, offsets_of, padded_per_expert, per_expert, sent_to
+from expertwire.kernels.counts import NUM_ROWS, PER_RANK, VOID, offsets_of, padded_per_expert, per_expert, sent_to
 from expertwire.kernels.memory import exchange_release, pack_word, ticket_acq_rel
 from expertwire.kernels.routing import (
     COUNTS,
@@ -50,15 +51,17 @@ def _load_table(
 
 @triton.jit
 def _add_blocks(
-    counts, at, mask, totals, count_bases, rank, column, end, R: tl.constexpr, WIDTH: tl.constexpr
+    counts, at, mask, totals, count_bases, rank, column, end, void, R: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """Turn the counts of blocks into counts before each block; their sums go to `totals` and to every peer."""
+    """Turn the counts of blocks into counts before each block; their sums go to `totals` and, unless the step is void,
+    to every peer."""
     tl.store(at, tl.cumsum(counts, axis=0) - counts, mask=mask)
     total = tl.sum(counts, axis=0)
     tl.store(totals + column, total, mask=column < end)
     for peer in range(R):
-        theirs = tl.load(count_bases + peer).to(tl.pointer_type(tl.int32)) + rank * WIDTH
-        tl.store(theirs + column, total, mask=column < end)
+        base = tl.load(count_bases + peer)
+        theirs = base.to(tl.pointer_type(tl.int32)) + rank * WIDTH
+        tl.store(theirs + column, total, mask=column < tl.where((base != 0) & (void == 0), end, 0))
 
 
 @triton.jit
@@ -66,8 +69,8 @@ def _first_rows(
     arrived, expert, start, first_rows, counts, rank, room, alignment, first_own, L, void, E: tl.constexpr,
     EXPERTS: tl.constexpr, R: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
-    """first_rows [E]: this rank's first row of each expert, and what this rank receives per local expert. Of a void
-    step: -1, and nothing.
+    """first_rows [E]: this rank's first row of each expert, -1 for experts of masked ranks; and what this rank receives
+    per local expert. Of a void step: -1, and nothing.
 
     `expert` and `start` [EXPERTS] are `by_owner` and `owner_start`.
     """
@@ -86,9 +89,9 @@ def _first_rows(
     else:
         padded = (total + alignment - 1) // alignment * alignment
         running = tl.cumsum(padded, axis=0) - padded
-        group = running - tl.gather(running, start, axis=0)
+        group = running - tl.gather(running, tl.maximum(start, 0), axis=0)
     if LAYOUT != COMPACT:
-        tl.store(first_rows + expert, tl.where(void > 0, -1, group + before), mask=mask)
+        tl.store(first_rows + expert, tl.where((void > 0) | (start < 0), -1, group + before), mask=mask)
     local = position - first_own
     mine = (local >= 0) & (local < L)
     tl.store(per_expert(counts, R) + local, total, mask=mine)
@@ -112,8 +115,8 @@ def plan_count(
     whose rows a selection is numbered among, -1 = none; for COMPACT also owners [T, K], the rank that serves it;
     block_counts [num_blocks, E + R]; first_rows [E + R]; and `counts`.
 
-    by_owner [E] are experts in order of (owner, local id), owner_start [E] the position of the owner's first one; those
-    of this rank are L from position first_own on.
+    by_owner [E] are experts in order of (owner, local id), owner_start [E] the position of the owner's first one, -1 if
+    it is masked; those of this rank are L from position first_own on.
     """
     block = tl.program_id(0)
     epoch = tl.load(epochs) + 1
@@ -146,18 +149,19 @@ def plan_count(
         of_ranks, ranks_at, ranks_mask = _load_table(block_counts, num_blocks, E + source, width, width, BLOCKS)
         void = 0
         if R > 1:
-            await_peers(word_bases, DONE, epoch - 1, rank, status, timeout_us, R, RANKS)
+            void = await_peers(word_bases, DONE, epoch - 1, rank, status, timeout_us, R, RANKS)
         for first in range(0, E, COLUMNS):
             column = first + tl.arange(0, COLUMNS)
             of_experts, experts_at, experts_mask = _load_table(block_counts, num_blocks, column, E, width, BLOCKS)
-            _add_blocks(of_experts, experts_at, experts_mask, totals, count_bases, rank, column, E, R, width)
-        _add_blocks(of_ranks, ranks_at, ranks_mask, totals, count_bases, rank, E + source, width, R, width)
+            _add_blocks(of_experts, experts_at, experts_mask, totals, count_bases, rank, column, E, void, R, width)
+        _add_blocks(of_ranks, ranks_at, ranks_mask, totals, count_bases, rank, E + source, width, void, R, width)
         tl.debug_barrier()
         if R > 1:
             pointers, peers, mask = words_to(word_bases, COUNTS, rank, R, RANKS)
-            rows = tl.load(totals + E + peers, mask=mask, other=0)
+            rows = tl.where(void > 0, -1, tl.load(totals + E + peers, mask=mask, other=0))
             exchange_release(pointers, pack_word(epoch + tl.zeros([RANKS], tl.int64), rows), mask)
-            void = await_peers(word_bases, COUNTS, epoch, rank, status, timeout_us, R, RANKS)
+            void += await_peers(word_bases, COUNTS, epoch, rank, status, timeout_us, R, RANKS)
+            tl.store(counts + VOID, void)
         arrived = tl.load(count_bases + rank).to(tl.pointer_type(tl.int32))
         arriving = tl.load(arrived + source * width + E + rank, mask=source < tl.where(void > 0, 0, R), other=0)
         before = tl.zeros([RANKS], tl.int32)
@@ -167,9 +171,10 @@ def plan_count(
         _first_rows(
             arrived, expert, start, first_rows, counts, rank, room, alignment, first_own, L, void, E, EXPERTS, R, LAYOUT
         )  # fmt: skip
-        tl.store(first_rows + E + source, tl.where(void > 0, -1, before), mask=source < R)
+        reached = tl.load(count_bases + source, mask=source < R, other=0) != 0
+        tl.store(first_rows + E + source, tl.where((void == 0) & reached, before, -1), mask=source < R)
         tl.store(counts + PER_RANK + source, arriving, mask=source < R)
         tl.store(counts + NUM_ROWS, tl.sum(arriving, axis=0))
-        sending = tl.load(totals + E + source, mask=source < R, other=0)
+        sending = tl.load(totals + E + source, mask=reached, other=0)
         tl.store(sent_to(counts, R) + source, sending, mask=source < R)
         add_rows(tally, sending, arriving, void, R, RANKS)

@@ -5,6 +5,8 @@ Letters: T tokens of this rank, K top-k slots, E experts of all ranks, R ranks, 
 A selection's row is: first row of its expert (or rank) at the destination + rows of lower source ranks + rows of this
 rank before it. So order is a function of the inputs alone. The first two come from the counts that ranks exchange.
 
+Of a masked rank the address of its words and counts is 0: nothing is signalled there, and no row has its place there.
+
 `home` [E] int32 is owner rank << 16 | local id. A place, int64, is rank << 40 | row, -1 = nothing to send. `sends_to`
 has a token's places: [T, K], one for each slot; COMPACT, with one row per (token, rank): [T, min(K, R)], each once.
 
@@ -19,6 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from expertwire.kernels.counts import VOID
 from expertwire.kernels.memory import agree, exchange_release, pack_word, ticket_acq_rel, wait
 
 HOME_RANK = tl.constexpr(16)
@@ -39,9 +42,8 @@ COMBINE_DONE = tl.constexpr(4)
 def words_to(word_bases, purpose: tl.constexpr, rank, R: tl.constexpr, RANKS: tl.constexpr):
     """Pointers to this rank's word for `purpose` on every peer, peer numbers, mask."""
     peers = tl.arange(0, RANKS)
-    mask = peers < R
-    bases = tl.load(word_bases + peers, mask=mask, other=0)
-    return (bases + (purpose * R + rank) * LINE_WORDS * 8).to(tl.pointer_type(tl.int64)), peers, mask
+    bases = tl.load(word_bases + peers, mask=peers < R, other=0)
+    return (bases + (purpose * R + rank) * LINE_WORDS * 8).to(tl.pointer_type(tl.int64)), peers, bases != 0
 
 
 @triton.jit
@@ -61,27 +63,35 @@ def signal(word_bases, purpose: tl.constexpr, epoch, counts, rank, R: tl.constex
 
 @triton.jit
 def await_peers(
-    word_bases, purpose: tl.constexpr, epoch, rank, status, timeout_us, R: tl.constexpr, RANKS: tl.constexpr
+    word_bases, purpose: tl.constexpr, epoch, rank, status, timeout_us, R: tl.constexpr, RANKS: tl.constexpr, known=0
 ):
     """Wait until every peer has signalled `purpose` for `epoch`; returns how many refused the step or did not come in
-    time: it is void then, and no rows are read or written. Who does not come with DONE is not counted: a wait for other
-    words follows, which gives up as well.
+    time: the step is void then, and no rows are read or written.
 
-    Who refused is told to the host: behind the addresses of words stands that of this bank's record of refusals there.
+    Who refused is told to the host, unless it is `known` that the step is void: behind the addresses of words stands
+    that of this bank's record of refusals there.
     """
     pointers, peers, mask = words_from(word_bases, purpose, rank, R, RANKS)
     seen, refused, late = wait(pointers, mask, epoch, purpose + 1, status, peers, timeout_us)
-    if purpose == DONE:
-        return 0
     if purpose == COMBINE_DONE:
         return 0
+    if purpose == DONE:  # which nobody refuses, and of the step before the first no word was written
+        return agree(late)
     void = agree(refused + late)
-    if void > 0:
+    if (void > 0) & (known == 0):
         record = tl.load(word_bases + R).to(tl.pointer_type(tl.int64))
         if purpose == COMBINE_READY:
             record += R
         tl.store(record + peers, tl.zeros_like(seen) + epoch, mask=mask & (seen == pack_word(epoch, -1)))
     return void
+
+
+@triton.jit
+def receive_rows(counts, word_bases, epoch, rank, status, timeout_us, R: tl.constexpr, RANKS: tl.constexpr):
+    """Wait for the peers' rows. VOID of `counts` says what was found before, and is written."""
+    void = tl.load(counts + VOID)
+    late = await_peers(word_bases, READY, epoch, rank, status, timeout_us, R, RANKS, void)
+    tl.store(counts + VOID, void + late)
 
 
 @triton.jit

@@ -10,6 +10,7 @@ import torch
 
 from expertwire.errors import MissedSignal, PeerLost, PeerRefused, PeerTimeout, TransportUnavailable
 from expertwire.kernels.engine import DeviceEngine
+from expertwire.kernels.masking import newest_step, restart
 from expertwire.kernels.meeting import Meeting
 from expertwire.kernels.state import DeviceMemory
 from expertwire.protocols.epoch_signal import unpack
@@ -24,12 +25,15 @@ class DeviceRuntime:
 
     def __init__(
         self, engine: DeviceEngine, memory: DeviceMemory, timeout_s: float | None, *,
-        meeting: Meeting | None = None, sharing: bool = True,
+        meeting: Meeting | None = None, sharing: bool = True, mask_peers: bool = False,
     ) -> None:  # fmt: skip
         """Collective. `sharing`: some ranks share a GPU. Without a `meeting`, a rank that refuses the first call of a
-        kind keeps its peers waiting."""
+        kind keeps its peers waiting. `mask_peers`: ranks that have ended may be left behind."""
         self.engine, self.memory, self.meeting, self.sharing = engine, memory, meeting, sharing
-        self.masked_ranks: tuple[int, ...] = ()  # nobody is masked on a device
+        self.masked_ranks: tuple[int, ...] = ()
+        self._mask_peers = mask_peers and meeting is not None
+        if mask_peers and meeting is not None:
+            memory.gather_by(meeting.all_gather)
         self.wait_s = np.zeros(engine.num_ranks)
         self.closed = False
         self._known: set[Hashable] = set()
@@ -151,6 +155,36 @@ class DeviceRuntime:
             done.synchronize()
         self.raise_if_failed()
 
+    # -- ranks that have ended -----------------------------------------------------------------------------------
+
+    def has_lost(self) -> bool:
+        """Whether a rank has ended that may be masked, and is not yet."""
+        return self._mask_peers and self.meeting is not None and bool(self.meeting.ended())
+
+    def mask(self, epoch: int) -> tuple[list[int], int]:
+        """Mask the ranks that have ended, and void all that is in flight. Collective among those that are left, whose
+        waits end in time, so that they come here too; returns who was masked, and the largest `epoch` of all ranks."""
+        assert self.meeting is not None
+        state, meeting = self.engine.state, self.meeting
+        before, restarted = set(meeting.masked), set(meeting.masked)
+        timeout_s = None if self.timeout_s is None else 2 * self.timeout_s + 10.0
+        self._drain()
+        newest = newest_step(state)
+        while True:
+            newest, epoch = meeting.agree((newest, epoch), timeout_s)
+            if meeting.masked == restarted:  # everybody has restarted
+                break
+            restarted = set(meeting.masked)
+            restart(state, restarted, newest)
+        self.masked_ranks = tuple(sorted(restarted))
+        self._told = self._refusals.copy()
+        return sorted(restarted - before), epoch
+
+    def _drain(self) -> None:
+        """No kernel of this rank is running."""
+        if self.engine.state.device.type == "cuda":
+            torch.cuda.synchronize(self.engine.state.device)
+
     def has_news(self) -> bool:
         """Whether `refused` has something to tell."""
         return self._refusals.tobytes() != self._told.tobytes()
@@ -175,6 +209,8 @@ class DeviceRuntime:
                 missed.append(MissedSignal(peer, unpack(wanted)[0], *unpack(seen), alive=alive(peer)))
                 phase, waited = PHASES[code], ns
         hint = "If the ranks are only slow (compiling, loading), raise buf.timeout_s."
+        if self._mask_peers:
+            hint += " Only ranks that have ended are masked on a GPU."
         error = PeerLost if any(m.alive is False for m in missed) else PeerTimeout
         raise error(self.engine.rank, phase, missed, waited / 1e9, hint)
 
@@ -186,7 +222,7 @@ class DeviceRuntime:
         """Forget the windows, once this rank's kernels are done with them."""
         if not self.closed:
             self.closed = True
-            torch.cuda.synchronize(self.engine.state.device)
+            self._drain()
             self.memory.close()
             if self.meeting is not None:
                 self.meeting.close()
@@ -195,4 +231,4 @@ class DeviceRuntime:
 def refusal(rank: int, peers: Sequence[int], what: str) -> str:
     """The message of PeerRefused."""
     names = ", ".join(map(str, peers))
-    return f"rank {rank}: {what} is void, since rank(s) {names} refused its arguments; the error raised there says why."
+    return f"rank {rank}: {what} is void, since rank(s) {names} refused it; the error raised there says why."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
@@ -21,12 +22,18 @@ class DeviceMemory(Protocol):
 
     name: str
     any_address: bool  # every address of one rank is good on all
+    needs_all: bool  # memory can be taken with all ranks only, not when some have ended
     rank: int
     num_ranks: int
     device: torch.device
 
     def allocate(self, num_bytes: int) -> tuple[torch.Tensor, list[int]]:
-        """Zeroed uint8 memory of this rank, and the address at which this process sees every rank's. Collective."""
+        """Zeroed uint8 memory of this rank, and the address at which this process sees every rank's, 0 for ranks that
+        have ended. Collective."""
+        ...
+
+    def gather_by(self, all_gather: Callable[[object], list[Any]]) -> None:
+        """From now on values travel by this, which answers None for ranks that have ended."""
         ...
 
     def all_gather(self, value: object) -> list[Any]: ...
@@ -176,7 +183,7 @@ class DeviceState:
         self.num_local_experts, self.most_local_experts = per_rank[self.rank], max(per_rank)
         self.parts = StepCounts(self.num_ranks, self.num_local_experts)
         self.window = DeviceWindow(self.num_ranks, self.num_experts, num_banks)
-        self._own, addresses = memory.allocate(self.window.total_bytes)
+        self.own, addresses = memory.allocate(self.window.total_bytes)
         on_cuda = self.device.type == "cuda"
         # [bank, lane (dispatch, combine), peer]: the last step of the bank that the peer refused, told by kernels.
         self.refusals = torch.zeros(num_banks, 2, self.num_ranks, dtype=torch.int64, pin_memory=on_cuda)
@@ -204,6 +211,7 @@ class DeviceState:
         self.slot_rooms = self.int32([room] * self.num_local_experts)
         self.tally = self.int64([0] * (2 * self.num_ranks + 1))
         self._places: dict[tuple[object, ...], Places] = {}
+        self.masked: set[int] = set()  # ranks that have ended, see `masking`
         self._scratch: dict[tuple[str, int], torch.Tensor] = {}
         # One record per peer of the wait that gave up; in front of them the address of their mirror in host memory.
         self.mirror = torch.zeros(self.num_ranks, 4, dtype=torch.int64, pin_memory=on_cuda)
@@ -274,7 +282,7 @@ class DeviceState:
         """All ranks, or those that are here for something else, get GroupMismatch. Collective."""
         mine = f"{purpose} for {call}"
         found = self.memory.all_gather(mine)
-        if any(other != mine for other in found):
+        if any(other not in (mine, None) for other in found):
             raise GroupMismatch(
                 f"rank {self.rank}: the first call of a kind is prepared by all ranks together, but they prepare "
                 f"{found}: make the same calls on all ranks, with gradients needed on all of them or on none"
@@ -292,6 +300,12 @@ class DeviceState:
                     f"rank {self.rank}: this kind of call cannot be captured before it has run once, since its memory "
                     "must be shared and its kernels compiled: call it once outside of the capture"
                 )
+            if self.masked and self.memory.needs_all:
+                raise TransportUnavailable(
+                    f"rank {self.rank}: this kind of call needs memory of a kind that was not taken before rank(s) "
+                    f"{sorted(self.masked)} ended, and transport {self.memory.name!r} takes memory on all ranks "
+                    "together: prepare every kind of call with warmup"
+                )
             self.meet("memory", key[0])
             made = [self.memory.allocate(region.total_bytes) for _ in range(self.num_banks)]
             self._places[key] = Places(rows, region, [own for own, _ in made], [self.int64(a) for _, a in made])
@@ -304,7 +318,7 @@ class DeviceState:
         return self.window.total_bytes + regions
 
     def known(self, values: list[int]) -> tuple[list[int], list[int], list[int], int, int]:
-        """Of a step's `counts`: per expert, padded, per rank, rows, and how many ranks refused the dispatch."""
+        """Of a step's `counts`: per expert, padded, per rank, rows, and, unless 0, that the step is void."""
         parts = self.parts
         return values[parts.per_expert], values[parts.padded], values[parts.per_rank], values[NUM_ROWS], values[VOID]
 

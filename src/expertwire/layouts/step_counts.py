@@ -1,8 +1,8 @@
 """What kernels count of a step on a device: int32 in one piece, whose parts begin at multiples of 16 bytes.
 
 0           num_rows   rows that arrived, one per (token, rank)
-1           void       how many ranks refused the dispatch that was made last with this plan
-2           refused    and how many its combine, or else the dispatch
+1           void       unless 0: a rank refused the dispatch that was made last with this plan, or did not come in time
+2           refused    and the same of its combine, or else of the dispatch
 4  [R]      per_rank   rows that arrived from each rank
    [R]      sent       rows sent to each rank
    [L]      per_expert selections of each local expert

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -25,14 +26,19 @@ class _SharedDevice:
 
     mechanism = "stores, block barrier, release at sys scope; ld.acquire.sys"
     profile = "ptx"
+    needs_all = True
 
     def __init__(self, group: Bootstrap, device: torch.device) -> None:
         self.rank, self.num_ranks, self.device = group.rank, group.num_ranks, device
         self._group = group
+        self._gather: Callable[[object], list[Any]] | None = None
         self._kept: list[Any] = []
 
     def all_gather(self, value: object) -> list[Any]:
-        return self._group.all_gather(value)
+        return (self._gather or self._group.all_gather)(value)
+
+    def gather_by(self, all_gather: Callable[[object], list[Any]]) -> None:
+        self._gather = all_gather
 
     def close(self) -> None:
         self._kept = []
@@ -58,17 +64,20 @@ class CudaIpc(_SharedDevice):
 
     name = "cuda_ipc"
     any_address = False
+    needs_all = False
 
     def allocate(self, num_bytes: int) -> tuple[torch.Tensor, list[int]]:
         from torch.multiprocessing.reductions import reduce_tensor
 
         own = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
         torch.cuda.current_stream(self.device).synchronize()
-        recipes = self._group.all_gather(reduce_tensor(own))  # type: ignore[no-untyped-call]
-        everyone = [own if peer == self.rank else self._map(*recipe) for peer, recipe in enumerate(recipes)]
-        self._group.all_gather(None)  # nobody frees before everybody has mapped
+        recipes = self.all_gather(reduce_tensor(own))  # type: ignore[no-untyped-call]
+        recipes[self.rank] = None
+        everyone = [None if recipe is None else self._map(*recipe) for recipe in recipes]
+        everyone[self.rank] = own
+        self.all_gather(None)  # nobody frees before everybody has mapped
         self._kept.append(everyone)
-        return own, [t.data_ptr() for t in everyone]
+        return own, [0 if t is None else t.data_ptr() for t in everyone]
 
     def _map(self, rebuild: Any, arguments: tuple[Any, ...]) -> torch.Tensor:
         """A peer's tensor, mapped for this rank's GPU: CUDA gives access to the device that opens a handle, not to

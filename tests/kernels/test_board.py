@@ -1,0 +1,124 @@
+"""Ranks that agree on the host who of them has ended, while they end."""
+
+import random
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from expertwire.errors import PeerLost, PeerTimeout
+from expertwire.kernels.board import PAGE_BYTES
+from expertwire.kernels.meeting import MEETING_BYTES, Meeting
+
+
+class EndedError(Exception):
+    """This rank's process is killed here."""
+
+
+class Threads:
+    """A host transport of threads, each of which ends the n-th time that it looks at a peer."""
+
+    def __init__(self, num_ranks, looks):
+        self.num_ranks, self.looks = num_ranks, looks
+        self.windows = [np.zeros(MEETING_BYTES, np.uint8) for _ in range(num_ranks)]
+        self.running = [True] * num_ranks
+
+    def of(self, rank):
+        return _Seat(self, rank)
+
+    def run(self, work):
+        results = [None] * self.num_ranks
+
+        def body(rank):
+            try:
+                results[rank] = work(Meeting(self.of(rank)), rank)
+            except EndedError:
+                pass
+            except (PeerTimeout, PeerLost) as error:
+                results[rank] = error
+            finally:
+                self.running[rank] = False
+
+        threads = [threading.Thread(target=body, args=(rank,)) for rank in range(self.num_ranks)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        return results
+
+
+class _Seat:
+    def __init__(self, crew, rank):
+        self._crew, self.rank, self.num_ranks, self.windows = crew, rank, crew.num_ranks, crew.windows
+        self._looks = crew.looks.get(rank, -1)
+
+    def alive(self, peer):
+        self._looks -= 1
+        if self._looks == 0:
+            raise EndedError
+        return self._crew.running[peer]
+
+    def raise_if_aborted(self):
+        pass
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_all_that_are_left_mask_the_same_ranks(seed):
+    """They end before, while and after others look, and some while others still share something else."""
+    chance = random.Random(seed)
+    num_ranks = chance.randint(2, 6)
+    doomed = chance.sample(range(num_ranks), chance.randint(1, num_ranks - 1))
+    crew = Threads(num_ranks, {rank: chance.randint(1, 4 * num_ranks) for rank in doomed})
+    delays = [chance.choice((0.0, 0.0, 0.003)) for _ in range(num_ranks)]
+    sharing = chance.random() < 0.5
+
+    def work(meeting, rank):
+        time.sleep(delays[rank])
+        if sharing:
+            try:
+                values = [meeting.all_gather((rank, number)) for number in range(3)]
+                assert values == [[(peer, number) for peer in range(num_ranks)] for number in range(3)]
+            except PeerLost:
+                pass
+        while not meeting.ended():  # what a kernel's time-out says
+            time.sleep(0.0005)
+        newest, stages = meeting.agree((10 * rank, 1), 20.0), 1
+        before = None
+        while before != meeting.masked:
+            before = set(meeting.masked)
+            newest, stages = meeting.agree(newest, 20.0), stages + 1
+        try:
+            values = meeting.all_gather(rank)
+        except PeerLost:  # a doomed rank that had not ended before
+            values = "lost"
+        return sorted(meeting.masked), newest[0], values
+
+    found = crew.run(work)
+    left = [result for rank, result in enumerate(found) if rank not in doomed]
+    masked, newest, values = left[0]
+    assert all(result == left[0] for result in left)
+    assert masked
+    assert set(masked) <= set(doomed)
+    assert values in ("lost", [None if peer in masked else peer for peer in range(num_ranks)])
+    assert newest in [10 * rank for rank in range(num_ranks)]
+
+
+def test_a_rank_that_does_not_come_is_named():
+    crew = Threads(3, {})
+
+    def work(meeting, rank):
+        if rank == 1:
+            time.sleep(0.5)
+            return None
+        return meeting.agree((0,), 0.1)
+
+    first, _, last = crew.run(work)
+    assert isinstance(first, PeerTimeout)
+    assert first.peers == last.peers == (1,)
+    assert "All ranks that are left must come" in str(first)
+
+
+def test_a_message_that_is_too_long():
+    with pytest.raises(AssertionError, match=r"a message of 82\d\d bytes"):
+        Meeting(Threads(1, {}).of(0)).all_gather(b"x" * PAGE_BYTES)

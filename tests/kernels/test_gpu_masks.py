@@ -1,0 +1,113 @@
+"""Processes that share a GPU, of which some are killed: what the others see, eager and from a graph."""
+
+import signal
+
+import masks
+import on_gpu
+import pytest
+import torch
+from device_checks import HIDDEN, SLOTS
+
+import expertwire as ew
+from expertwire.testing import Processes, assert_equal
+
+pytestmark = on_gpu.MARKS
+PATIENCE_S = 4.0
+CASES = [
+    (3, "check_all", ((1,), "dispatch")),
+    (3, "check_all", ((0,), "dispatch of device counts")),
+    (3, "check_all", ((2,), "combine")),
+    (4, "check_all", ((1, 3), "first call of a kind")),
+    (3, "check_gradients", ((1,),)),
+]
+
+
+def rank_work(group, check, arguments):
+    torch.cuda.set_device(0)
+    buf = on_gpu.buffer(group, on_timeout="mask", timeout_s=60.0)
+    find = getattr(masks, check, None) or globals()[check]
+    find(buf, *arguments, PATIENCE_S)
+    masked = buf.masked_ranks
+    buf.close()
+    return masked
+
+
+def check_graph(buf, doomed, patience_s):
+    """A decode step that was captured before a rank ended is replayed without it."""
+    x, ids, weights = (t.cuda() for t in masks.inputs(0, buf.rank))
+    x, weights = (x * 0 + 2.0 ** (buf.rank % 3)).bfloat16(), weights * 0 + 1.0
+
+    def step():
+        sent = buf.dispatch(x, ids, weights, layout=SLOTS, counts="device", zero_copy=True)
+        y = buf.combine_input(sent.handle)
+        y.copy_(sent.x)
+        return buf.combine(y, sent.handle).x
+
+    def served(without):
+        owners = torch.tensor(buf.settings.placement.expert_ranks)
+        chosen = ids.cpu()
+        kept = (chosen >= 0) & ~torch.isin(owners[chosen.clamp(min=0)], torch.tensor(without, dtype=torch.int64))
+        return (kept.sum(1, keepdim=True) * x[:1, :1].cpu().float()).expand(-1, HIDDEN).bfloat16()
+
+    for _ in range(2):
+        step()
+    buf.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for _ in range(5):
+        graph.replay()
+    buf.synchronize()
+    assert_equal(out.cpu(), served(()))
+    masks.lose(buf, doomed, "dispatch of device counts", patience_s)
+    for _ in range(5):
+        graph.replay()
+    buf.synchronize()
+    assert_equal(out.cpu(), served(doomed))
+
+
+@pytest.mark.parametrize(("num_ranks", "check", "arguments"), [*CASES, (3, "check_graph", ((1,),))], ids=str)
+def test_the_others_go_on(num_ranks, check, arguments):
+    with Processes(num_ranks) as crew:
+        outcomes = crew.outcomes(rank_work, check, arguments, timeout_s=240)
+    for rank, outcome in enumerate(outcomes):
+        if rank in arguments[0]:
+            assert outcome.exit_code == -signal.SIGKILL
+        else:
+            assert outcome.ok, outcome.error
+            assert outcome.value == arguments[0]
+
+
+def test_a_rank_that_is_late_but_there_is_not_masked():
+    def rank_work(rank):
+        with on_gpu.buffer(rank, on_timeout="mask", timeout_s=0.5) as buf:
+            masks.check_step(buf, 1, SLOTS)
+            rank.barrier()
+            if rank.rank == 0:
+                buf.dispatch(*(t.cuda() for t in masks.inputs(0, 2)), layout=SLOTS, counts="device")
+                with pytest.raises(ew.PeerTimeout, match="Only ranks that have ended are masked on a GPU"):
+                    buf.synchronize()
+                assert buf.masked_ranks == ()
+            rank.barrier()
+
+    ew.World(2, device="cuda").run(rank_work)
+
+
+def test_a_virtual_rank_that_returns_is_masked():
+    def rank_work(rank):
+        buf = on_gpu.buffer(rank, on_timeout="mask", timeout_s=2.0)
+        masks.check_step(buf, 1, SLOTS)
+        masks.check_step(buf, 1, SLOTS, counts="device")
+        rank.barrier()
+        if rank.rank == 1:
+            return
+        with pytest.raises(ew.PeerMasked) as caught:
+            masks.check_step(buf, 2, SLOTS)
+        assert caught.value.peers == (1,)
+        masks.check_step(buf, 3, SLOTS, counts="device")
+        with pytest.raises(ew.TransportUnavailable, match="prepare every kind of call with warmup"):
+            buf.dispatch(*(t.cuda() for t in masks.inputs(rank.rank, 4)))
+        masks.check_step(buf, 5, SLOTS)
+        buf.close()
+
+    ew.World(3, device="cuda").run(rank_work)
