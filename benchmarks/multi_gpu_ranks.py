@@ -128,13 +128,27 @@ def conformance(group, setup, transport):
     with setup.buffer(group, transport, placement=uneven, **small) as buf:
         check_rank(buf, COMPACT, BF16(), steps=1)
         done.append("uneven placement, second buffer")
-    try:
-        with setup.buffer(group, transport, on_timeout="mask", **small) as buf:
-            check_rank(buf, MAJOR, BF16(), steps=1)
-            done.append("on_timeout=mask, nobody late")
-    except ew.TransportUnavailable:
-        done.append("(masks are not offered)")
+    with setup.buffer(group, transport, on_timeout="mask", **small) as buf:
+        check_rank(buf, MAJOR, BF16(), steps=1)
+        done.append("on_timeout=mask, nobody late")
     return done
+
+
+def masks(group, setup, transport):
+    """The last rank is killed between dispatch and combine: what the others do without it, against the oracle."""
+    from device_checks import CAPACITY, EXPERTS, HIDDEN, TOPK
+    from masks import check_step, lose
+
+    setup.sit(group)
+    small = {"num_experts": EXPERTS, "hidden": HIDDEN, "num_topk": TOPK, "num_max_tokens_per_rank": CAPACITY}
+    kinds = list(itertools.product((SLOTS, MAJOR, COMPACT), (BF16(), FP8Block())))
+    with setup.buffer(group, transport, on_timeout="mask", **small) as buf:
+        for layout, wire in kinds:
+            check_step(buf, 1, layout, wire)
+        lose(buf, (dist.get_world_size(group) - 1,), "combine", 5.0)
+        for layout, wire in kinds:
+            check_step(buf, 2, layout, wire)
+        return [f"{layout} {wire.name} without rank {buf.masked_ranks[0]}" for layout, wire in kinds]
 
 
 def soak(group, setup, transport, trips):

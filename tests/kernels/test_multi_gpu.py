@@ -12,6 +12,7 @@ import expertwire as ew
 from expertwire.formats import FP8Block
 from expertwire.layouts.receive import Layout
 from expertwire.testing import Processes, RankError, assert_equal
+from expertwire.testing.ranks import Outcome
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -54,7 +55,7 @@ def test_the_plan_begins_with_what_tells_most():
     names = [s.name for s in sections]
     assert names[:3] == ["pairs", "conformance symm_mem", "soak"]
     assert names[3:6] == ["prefill 24", "prefill all", "prefill 12"]
-    assert names[-3:] == ["nccl", "floor", "conformance cuda_ipc"]
+    assert names[-4:] == ["nccl", "floor", "conformance cuda_ipc", "masks"]
     assert all(hasattr(multi_gpu_ranks, s.fn) for s in sections)
     some = [s.name for s in plan(("symm_mem", "cuda_ipc"), 512, 20, only=["decode 1", "floor"])]
     assert some == ["conformance symm_mem", "decode 16", "decode 128", "floor"]
@@ -78,6 +79,10 @@ class FakeProcesses:
     def __init__(self, bad=()):
         self.bad, self.calls = bad, []
 
+    def outcomes(self, fn, setup, *args, timeout_s):
+        answers = self.run(fn, setup, *args, timeout_s=timeout_s)
+        return [Outcome(0, answers[0]), Outcome(1, exit_code=-9)]
+
     def run(self, fn, setup, *args, timeout_s):
         self.calls.append((fn.__name__, args, timeout_s))
         if (fn.__name__, *args)[:2] in self.bad or fn.__name__ in self.bad:
@@ -93,6 +98,7 @@ class FakeProcesses:
                     (4096, "compact", "fp8", "dispatch"): [9e-4], (16, "expert_major", "fp8", "dispatch"): [5e-5],
                     (16, "expert_major", "bf16", "combine"): [7e-5],
                 },
+                "masks": ["compact bf16 without rank 1"],
                 "floor": {1001: [1e-4], 10: [1e-6], 30: [3e-6]},
             }[fn.__name__]
             for rank in range(2)
