@@ -453,6 +453,11 @@ def _device_options(device: str, engine: str, debug_poison: bool, num_sms: int |
         _check.integer("num_sms", num_sms, 1, 1 << 10)
         if not on_device:
             raise InvalidArgument("num_sms is a setting of GPUs; leave it out on the CPU")
+    if on_device and torch.cuda.is_current_stream_capturing():
+        raise TransportUnavailable(
+            "a buffer cannot be created while a graph is captured, since its memory is shared and zeroed at once; "
+            "create it before"
+        )
     if on_device and debug_poison:
         raise TransportUnavailable("debug_poison is not offered on a GPU; use device='cpu'")
 

@@ -288,3 +288,15 @@ def test_a_profiler_is_told_how_many_bytes_move():
     assert told["dispatch_slots"] == CAPACITY * (2 * HIDDEN + TOPK * row)
     assert told["dispatch_send"] == CAPACITY * (2 * HIDDEN + 2 * HIDDEN)  # COMPACT on one rank: a place for each token
     assert told["combine_gather"] is not None
+
+
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
+def test_no_buffer_is_created_in_a_capture():
+    def rank_work(rank):
+        with (
+            pytest.raises(ew.TransportUnavailable, match="cannot be created while a graph is captured"),
+            torch.cuda.graph(torch.cuda.CUDAGraph()),
+        ):
+            buffer(rank)
+
+    ew.World(1, device="cuda").run(rank_work)

@@ -182,7 +182,10 @@ def _ipc_problem() -> str | None:
     import torch
 
     try:
-        torch.zeros(1, device="cuda").untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
+        offer = torch.zeros(1, device="cuda").untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
     except RuntimeError as error:
         return f"memory cannot be offered to another process: {str(error).splitlines()[0]}"
+    # Nobody takes the offer: without this torch warns, when this process ends, that somebody still has the memory.
+    torch.UntypedStorage._release_ipc_counter(*offer[4:6], device=offer[0])  # type: ignore[no-untyped-call]
+    torch.cuda.ipc_collect()
     return None

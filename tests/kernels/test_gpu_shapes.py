@@ -1,0 +1,62 @@
+"""Shapes at the ends of what `Buffer` takes, and between: on a GPU, bit for bit against the oracle."""
+
+import on_gpu
+import pytest
+import torch
+from device_checks import COMPACT, MAJOR, SLOTS, arrive, same_dispatch
+
+import expertwire as ew
+from expertwire import reference
+from expertwire.formats import BF16, FP8Block, LogFMT10
+from expertwire.testing import assert_equal, random_rows, random_weights, uniform_routing, with_holes
+
+pytestmark = on_gpu.MARKS
+
+# ranks, hidden, top-k, experts, tokens of rank 0 (others have fewer, one of them none)
+SHAPES = [
+    (1, 8, 1, 1, 5),
+    (2, 24, 64, 64, 7),
+    (3, 7168, 64, 4096, 9),
+    (5, 1032, 9, 37, 33),
+    (1, 32768, 2, 3, 17),
+    (16, 256, 6, 160, 5),
+    (1, 2880, 4, 128, 130),
+    (4, 5120, 17, 333, 65),
+]
+WIRES = [BF16(), FP8Block(), FP8Block(scale="ue8m0")]
+
+
+def check_shape(rank, hidden, topk, experts, most, layout, wire, back_wire):
+    tokens = [most if r == 0 else (most * (r + 3) // (r + 4) if r != 1 else 0) for r in range(rank.num_ranks)]
+    xs = [random_rows(r, n, hidden, scale=3.0) for r, n in enumerate(tokens)]
+    ids = [with_holes(uniform_routing(r, n, topk, experts), r) for r, n in enumerate(tokens)]
+    weights = [random_weights(r, n, topk) for r, n in enumerate(tokens)]
+    options = {"num_experts": experts, "hidden": hidden, "num_topk": topk, "num_max_tokens_per_rank": most}
+    mine = rank.rank
+    with ew.Buffer(rank, device="cuda", timeout_s=20.0, **options) as buf:
+        routing = reference.route(ids, weights, placement=buf.settings.placement, layout=layout, capacity=most)
+        want = reference.dispatch(xs, routing, wire)
+        y = [random_rows(50 + r, part.x.numel() // hidden, hidden, scale=0.2) for r, part in enumerate(want)]
+        summed = reference.combine(y, routing, wire=back_wire)[mine].x
+        x, on_device, values = xs[mine].cuda(), ids[mine].cuda(), weights[mine].cuda()
+        given = y[mine].cuda()
+        for counts in ("host", "device"):
+            sent = buf.dispatch(x, on_device, values, layout=layout, wire=wire, counts=counts)
+            arrive("cuda")
+            same_dispatch(sent, want[mine], layout, counts)
+            rows = torch.zeros((*sent.x.shape[:-1], hidden), dtype=torch.bfloat16, device="cuda")
+            rows.view(-1, hidden)[: len(given)] = given
+            back = buf.combine(rows, sent.handle, wire=back_wire)
+            arrive("cuda")
+            assert_equal(back.x.cpu(), summed)
+
+
+@pytest.mark.parametrize("layout", [SLOTS, MAJOR, COMPACT], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_shapes(shape, layout):
+    num_ranks, *sizes = shape
+    nth = SHAPES.index(shape) + [SLOTS, MAJOR, COMPACT].index(layout)
+    back_wire = LogFMT10() if nth % 4 == 0 else None
+    ew.World(num_ranks, device="cuda").run(
+        lambda rank: check_shape(rank, *sizes, layout, WIRES[nth % len(WIRES)], back_wire)
+    )
