@@ -187,5 +187,5 @@ def _ipc_problem() -> str | None:
         return f"memory cannot be offered to another process: {str(error).splitlines()[0]}"
     # Nobody takes the offer: without this torch warns, when this process ends, that somebody still has the memory.
     torch.UntypedStorage._release_ipc_counter(*offer[4:6], device=offer[0])  # type: ignore[no-untyped-call]
-    torch.cuda.ipc_collect()
+    torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
     return None
