@@ -83,7 +83,11 @@ class DeviceSteps:
         """PeerMasked if a rank has ended that may be masked: all ranks that are left do the same, and go on."""
         if self.engine.state.capturing or not self.runtime.has_lost():
             return
-        peers, epoch = self.runtime.mask(self.dispatches.epoch)
+        try:
+            peers, epoch = self.runtime.mask(self.dispatches.epoch)
+        except PeerTimeout as error:  # one that is there does not come to agree
+            self._failure = error
+            raise
         self.dispatches.restart(epoch)
         self.combining.clear()
         self._combines = (0, 0)
