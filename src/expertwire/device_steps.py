@@ -70,7 +70,7 @@ class DeviceSteps:
         device = self.engine.state.device
         if device.type == "cpu":
             return {"event": lambda: None}
-        stream: int = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
+        stream: int = torch._C._cuda_getCurrentRawStream(device.index)
         return {"event": lambda: torch.cuda.ExternalStream(stream, device=device).record_event()}  # type: ignore[no-untyped-call]
 
     # -- refused steps -------------------------------------------------------------------------------------------
@@ -159,6 +159,11 @@ def collect_values(runtime: DeviceRuntime, step: Step) -> torch.Tensor:
     out = state.empty(torch.float32, *step.topk_idx.shape)
     runtime.launch(("combine values", step.layout), lambda: combine_values(engine, memory, step, out))
     return out
+
+
+def plain(t: torch.Tensor) -> torch.Tensor:
+    """Without a history that autograd goes back through."""
+    return t.detach() if t.requires_grad else t
 
 
 def aligned(t: torch.Tensor) -> torch.Tensor:

@@ -43,7 +43,8 @@ class Launcher:
             return
         found = self._ready.get(key)
         if found is None:
-            found = self._ready[key] = self._compile(kernel, grid, changing, rest())
+            device = driver.active.get_current_device()  # a loaded kernel belongs to it
+            found = self._ready[key] = (*self._compile(kernel, grid, changing, rest()), device)
         if self.compiling:
             return
         values: list[int | None] = []
@@ -52,11 +53,11 @@ class Launcher:
                 value = value.data_ptr()
                 assert not value & 15, f"{kernel.fn.__name__}: argument {len(values)} is not aligned"
             values.append(value)
-        compiled, others, _ = found
+        compiled, others, _, device = found
         if knobs.runtime.launch_enter_hook.calls:  # a profiler listens, and is told what `profile` says
             compiled[(grid, 1, 1)](*values, *others)
             return
-        stream = driver.active.get_current_stream(driver.active.get_current_device())
+        stream = driver.active.get_current_stream(device)
         compiled.run(
             grid, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *values, *others
         )

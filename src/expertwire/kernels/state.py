@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from expertwire.errors import GroupMismatch, TransportUnavailable
-from expertwire.formats import BF16, FP8Block, LogFMT10, WireFormat
+from expertwire.formats import BF16, FP8Block, LogFMT10
 from expertwire.layouts.device_window import DeviceWindow, RowRegion, row_region
 from expertwire.layouts.receive import Layout
 from expertwire.layouts.step_counts import NUM_ROWS, REFUSED, VOID, StepCounts
@@ -54,25 +54,20 @@ class Rows:
     def sf_bytes(self) -> int:
         return self.sf_units * self.sf_unit_bytes
 
-    @classmethod
-    def of_wire(cls, wire: WireFormat, hidden: int) -> Rows:
+    @staticmethod
+    @lru_cache(maxsize=64)
+    def of_wire(wire: BF16 | FP8Block, hidden: int) -> Rows:
         if isinstance(wire, FP8Block):
-            return _fp8_rows(wire, hidden)
-        assert isinstance(wire, BF16)
-        return cls(hidden, 2, 0, 4)
+            ue8m0 = wire.scale == "ue8m0"
+            units = wire.sf_bytes(hidden) if ue8m0 else wire.sf_bytes(hidden) // 4
+            return Rows(hidden, 2, units, 1 if ue8m0 else 4, True, ue8m0, wire.block)
+        return Rows(hidden, 2, 0, 4)
 
     @classmethod
     def opaque(cls, payload_bytes: int, sf_bytes: int) -> Rows:
         unit = next(u for u in (4, 2, 1) if payload_bytes % u == 0)
         sf_unit = 4 if sf_bytes % 4 == 0 else 1
         return cls(payload_bytes // unit, unit, sf_bytes // sf_unit, sf_unit)
-
-
-@lru_cache(maxsize=64)
-def _fp8_rows(wire: FP8Block, hidden: int) -> Rows:
-    ue8m0 = wire.scale == "ue8m0"
-    units = wire.sf_bytes(hidden) if ue8m0 else wire.sf_bytes(hidden) // 4
-    return Rows(hidden, 2, units, 1 if ue8m0 else 4, True, ue8m0, wire.block)
 
 
 @dataclass(frozen=True)
@@ -217,7 +212,7 @@ class DeviceState:
         return torch.tensor(values, dtype=torch.int32).to(self.device)
 
     def empty(self, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.device)
+        return torch.empty(*shape, dtype=dtype, device=self.device)
 
     def scratch(self, name: str, dtype: torch.dtype, size: int) -> torch.Tensor:
         """Memory that launches of one stream may share: always the same for the same name and size."""
