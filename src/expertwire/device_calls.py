@@ -15,12 +15,12 @@ import torch
 from expertwire import _check
 from expertwire.call import check_handle, record
 from expertwire.device_autograd import DeviceGradients
-from expertwire.device_steps import Arrived, DeviceSteps, aligned, copy_used_rows, plain
+from expertwire.device_steps import Arrived, DeviceSteps, Later, aligned, copy_used_rows, plain
 from expertwire.errors import InvalidArgument
 from expertwire.formats import BF16, FP8Block, WireFormat
 from expertwire.formats.fp8 import column_major
 from expertwire.handle import Dispatched, Handle
-from expertwire.kernels.engine import Places, Rows, Step
+from expertwire.kernels.engine import DeviceEngine, Places, Rows, Step
 from expertwire.kernels.runtime import DeviceRuntime
 from expertwire.layouts.receive import Layout
 
@@ -114,24 +114,27 @@ class DeviceDispatcher:
                 raise steps.void(bank)
             num_rows, fields = self._counts(step, places, known)
             fields["x"], fields["sf"] = self._views(step, places, num_rows, dtypes, wire, owned=not zero_copy)
-            routing = handle._arrived.routing if cached else self._routing(step, places, num_rows, owned=not zero_copy)
+            if not cached:  # before others may write the bank
+                meta = _first(places.meta(bank), num_rows)
+                meta = meta if zero_copy else meta.clone()
             if zero_copy:
                 handle._on_finish = lambda: self._finish(epoch, bank)
             else:
                 self._finish(epoch, bank)
             if not cached:
-                handle._arrived = Arrived(step, num_rows, exact, epoch if zero_copy else None, routing)
+                handle._arrived = Arrived(step, num_rows, exact, epoch if zero_copy else None, meta)
+            fields["_later"] = _LaterOfDispatch(engine, step, handle._arrived)
             if differentiable:
-                weights = None if cached else routing["topk_weights"]()
+                weights = None if cached else fields["_later"].topk_weights()
                 fields["x"], weights = self._gradients.tie_dispatch(
                     handle, handle._arrived, source, topk_weights, fields["x"], weights
                 )
                 if weights is not None:
                     fields["topk_weights"] = weights
-            fields["_lazy"] = routing | _counts_of(step) | steps.event()
             return fields
 
-        return record(Dispatched, complete, defer_receive, handle=handle, _lazy=steps.event() if defer_receive else {})
+        later = Later(engine) if defer_receive else None
+        return record(Dispatched, complete, defer_receive, handle=handle, _later=later)
 
     def _finish(self, epoch: int, bank: int) -> None:
         """Peers may write this bank again."""
@@ -164,7 +167,7 @@ class DeviceDispatcher:
             dtypes: Dtypes = (payload.dtype, sf.dtype)
         else:
             wire = wire or BF16()
-            dims = (None, settings.hidden)
+            dims = (x.shape[0] if isinstance(x, torch.Tensor) and x.dim() else None, settings.hidden)
             found = _check.tensor(rank, "x", x, (torch.bfloat16,), dims, self._meaning, settings.device)
             rows, factors = Rows.of_wire(wire, settings.hidden), None
             dtypes = (wire.payload_dtype, wire.sf_dtype)
@@ -224,12 +227,11 @@ class DeviceDispatcher:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """x and sf: the first `num_rows` rows of the bank, or copies of those in use."""
         if owned:
-            payload, sf = places.payload(step.bank), places.sf(step.bank)
-            if num_rows < places.region.num_rows:
-                payload, sf = payload[:num_rows], None if sf is None else sf[:num_rows]
-            sf = None if sf is None else self._copy(step, sf)
-            x, factors = self._typed(step.layout, self._copy(step, payload), sf, dtypes)
-        else:  # the same views for all, but tensors of his own for each caller, who may want gradients of them
+            payload, sf = _first(places.payload(step.bank), num_rows), places.sf(step.bank)
+            x = self._copy(step, payload, dtypes[0])
+            factors = None if sf is None or dtypes[1] is None else self._copy(step, _first(sf, num_rows), dtypes[1])
+            x, factors = self._grouped(step.layout, x, factors)
+        else:  # views of a bank stay the same, but each caller gets tensors of his own: he may want gradients of them
             x, factors = self._window(step, places, dtypes)
             if num_rows < x.shape[0]:
                 x, factors = x[:num_rows], None if factors is None else factors[:num_rows]
@@ -248,79 +250,80 @@ class DeviceDispatcher:
         key = (places, step.bank, dtypes)
         if key not in self._windows:
             most, sf = self._most_rows(step, places), places.sf(step.bank)
-            payload, sf = places.payload(step.bank)[:most], None if sf is None else sf[:most]
-            self._windows[key] = self._typed(step.layout, payload, sf, dtypes)
+            x = _first(places.payload(step.bank), most).view(dtypes[0])
+            factors = None if sf is None or dtypes[1] is None else _first(sf, most).view(dtypes[1])
+            self._windows[key] = self._grouped(step.layout, x, factors)
         return self._windows[key]
 
-    def _typed(
-        self, layout: Layout, payload: torch.Tensor, sf: torch.Tensor | None, dtypes: Dtypes
+    def _copy(self, step: Step, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The rows in use, in memory of the caller's."""
+        out = self._state.empty(dtype, source.shape[0], source.shape[1] // dtype.itemsize)
+        copy_used_rows(self._engine, source, out, step)
+        return out
+
+    def _grouped(
+        self, layout: Layout, x: torch.Tensor, factors: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Bytes of rows as the caller sees them."""
-        x, factors = payload.view(dtypes[0]), None if sf is None or dtypes[1] is None else sf.view(dtypes[1])
+        """Rows and scale factors in the shape of the layout."""
         if layout is Layout.EXPERT_SLOTS:
             groups = (self._state.num_local_experts, self._engine.num_ranks * self._engine.capacity)
             x = x.view(*groups, x.shape[1])
             factors = None if factors is None else factors.view(*groups, factors.shape[1])
         return x, factors
 
-    def _copy(self, step: Step, source: torch.Tensor) -> torch.Tensor:
-        """The rows in use, in memory of the caller's."""
-        out = torch.empty_like(source)
-        copy_used_rows(self._engine, source, out, step)
-        return out
 
-    def _routing(self, step: Step, places: Places, num_rows: int, *, owned: bool) -> dict[str, Callable[[], Any]]:
-        """What makes topk_idx, topk_weights and row_source when they are asked for, from what came with the rows.
+class _LaterOfDispatch(Later):
+    """Those of a dispatch, whose routing is that of the one that `arrived`."""
 
-        Of a zero-copy dispatch they are gone with the rows; otherwise they are made now, or could be.
-        """
-        kept = places.meta(step.bank)[:num_rows].clone() if owned else None
+    def __init__(self, engine: DeviceEngine, step: Step, arrived: Arrived) -> None:
+        super().__init__(engine)
+        self._step, self._arrived = step, arrived
 
-        def meta() -> torch.Tensor:
-            return places.meta(step.bank)[:num_rows] if kept is None else kept
+    def num_tokens_per_expert(self) -> torch.Tensor:
+        return self._step.expert_counts
 
-        fields: dict[str, Callable[[], Any]] = dict.fromkeys(("topk_idx", "topk_weights", "row_source"), _nothing)
+    def num_padded_tokens_per_expert(self) -> torch.Tensor:
+        return self._step.padded_counts
+
+    def num_tokens_per_rank(self) -> torch.Tensor:
+        return self._step.rank_counts
+
+    def expert_offsets(self) -> torch.Tensor | None:
+        return None if self._step.layout is Layout.COMPACT else self._step.offsets
+
+    def topk_idx(self) -> torch.Tensor | None:
+        if self._step.layout is not Layout.COMPACT:
+            return None
+        return torch.where(self._used(), self._arrived.meta[:, 1 : 1 + self._engine.num_topk], -1)
+
+    def topk_weights(self) -> torch.Tensor | None:
+        if self._step.layout is not Layout.COMPACT or self._arrived.step.topk_weights is None:
+            return None
+        weights = self._arrived.meta[:, 1 + self._engine.num_topk :].view(torch.float32)
+        return torch.where(self._used(), weights, 0.0)
+
+    def _used(self) -> torch.Tensor:
+        """[rows, 1] of COMPACT: whether a row came."""
+        step, meta = self._arrived.step, self._arrived.meta
+        return (torch.arange(meta.shape[0], device=meta.device) < step.num_rows)[:, None]
+
+    def row_source(self) -> torch.Tensor | None:
+        step, found = self._arrived.step, self._arrived.meta
         if step.layout is Layout.COMPACT:
-            fields["topk_idx"] = lambda: self._compact_ids(step, meta())
-            if step.topk_weights is not None:
-                fields["topk_weights"] = lambda: self._compact_weights(step, meta())
-        else:
-            fields["row_source"] = lambda: self._row_source(step, meta())
-        return fields
-
-    def _compact_ids(self, step: Step, meta: torch.Tensor) -> torch.Tensor:
-        used = torch.arange(meta.shape[0], device=meta.device) < step.num_rows
-        return torch.where(used[:, None], meta[:, 1 : 1 + self._settings.num_topk], -1)
-
-    def _compact_weights(self, step: Step, meta: torch.Tensor) -> torch.Tensor:
-        used = torch.arange(meta.shape[0], device=meta.device) < step.num_rows
-        return torch.where(used[:, None], meta[:, 1 + self._settings.num_topk :].view(torch.float32), 0.0)
-
-    def _row_source(self, step: Step, meta: torch.Tensor) -> torch.Tensor:
-        row, num_groups = torch.arange(meta.shape[0], device=meta.device), step.expert_counts.numel()
-        found = meta
-        if meta.shape[0]:
+            return None
+        row, num_groups = torch.arange(found.shape[0], device=found.device), step.expert_counts.numel()
+        if found.shape[0]:
             group = torch.searchsorted(step.offsets, row, right=True) - 1
             known = group.clamp(max=num_groups - 1)
             used = (group == known) & (row - step.offsets[known] < step.expert_counts[known])
-            found = torch.where(used[:, None], meta, -1)
+            found = torch.where(used[:, None], found, -1)
         if step.layout is Layout.EXPERT_SLOTS:
             return found.view(num_groups, self._engine.num_ranks * self._engine.capacity, 3)
         return found
 
 
-def _counts_of(step: Step) -> dict[str, Callable[[], Any]]:
-    """What makes the counts as tensors."""
-    return {
-        "num_tokens_per_expert": lambda: step.expert_counts,
-        "num_padded_tokens_per_expert": lambda: step.padded_counts,
-        "num_tokens_per_rank": lambda: step.rank_counts,
-        "expert_offsets": lambda: None if step.layout is Layout.COMPACT else step.offsets,
-    }
-
-
-def _nothing() -> None:
-    """A field that this layout has not."""
+def _first(rows: torch.Tensor, count: int) -> torch.Tensor:
+    return rows if count == rows.shape[0] else rows[:count]
 
 
 def rehearse(device: torch.device) -> None:

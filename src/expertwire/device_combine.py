@@ -12,9 +12,11 @@ from expertwire.device_autograd import DeviceGradients
 from expertwire.device_steps import (
     Arrived,
     DeviceSteps,
+    Later,
     collect_values,
     copy_used_rows,
     expose_values,
+    plain,
 )
 from expertwire.errors import HandleError, InvalidArgument, TransportUnavailable
 from expertwire.formats import BF16, LogFMT10
@@ -63,12 +65,12 @@ class DeviceCombiner:
             check_handle(self._rank, self._owner, handle)
             biases = self._checked(x, handle, topk_weights, bias, reduce, wire)
             arrived: Arrived = handle._arrived
-            step, compact, y = arrived.step, handle.layout is Layout.COMPACT, x.detach()
+            step, compact, y = arrived.step, handle.layout is Layout.COMPACT, plain(x)
             weighted, by_rank = not compact and handle.topk_weights is not None, not compact and reduce == "rank"
             tracked = (x, topk_weights, *biases, handle._edge, handle.topk_weights if weighted else None)
             differentiable = self._gradients.wanted(*tracked)
-            values = None if topk_weights is None else topk_weights.detach()
-            addends = tuple(b.detach() for b in biases)
+            values = None if topk_weights is None else plain(topk_weights)
+            addends = tuple(map(plain, biases))
             out = self._state.empty(torch.bfloat16, handle.num_tokens, self._settings.hidden)
             held = arrived.held_epoch if not handle.finished else None
             late = defer_receive and several
@@ -144,9 +146,9 @@ class DeviceCombiner:
             fields = (out, returned)
             if differentiable:
                 fields = self._gradients.tie_combine(handle, x, topk_weights, biases, out, returned, kept)
-            return {"x": fields[0], "topk_weights": fields[1], "num_missing": 0, "_lazy": steps.event()}
+            return {"x": fields[0], "topk_weights": fields[1], "_later": Later(engine)}
 
-        return record(Combined, complete, defer_receive, _lazy=steps.event() if defer_receive else {})
+        return record(Combined, complete, defer_receive, _later=Later(engine) if defer_receive else None)
 
     def _inputs(
         self, y: torch.Tensor, step: Step, *, shared: bool, encoded: bool
@@ -192,6 +194,6 @@ class DeviceCombiner:
         for one in biases:
             dims = (handle.num_tokens, settings.hidden)
             _check.tensor(rank, "bias", one, (torch.bfloat16,), dims, device=settings.device)
-        if any(t.data_ptr() % 16 for t in (x, topk_weights, *biases) if t is not None and t.numel()):
+        if True in [t.data_ptr() % 16 > 0 for t in (x, topk_weights, *biases) if t is not None and t.numel()]:
             raise InvalidArgument(f"rank {rank}: x, topk_weights and bias must begin at multiples of 16 bytes")
         return biases

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +26,24 @@ class Arrived:
     num_rows: int
     exact: bool
     held_epoch: int | None  # of a zero-copy dispatch, whose bank is busy until the handle is finished
-    routing: dict[str, Callable[[], Any]]  # makes topk_idx, topk_weights and row_source
+    meta: torch.Tensor  # what came with the rows; of a zero-copy dispatch gone with them
+
+
+class Later:
+    """Makes fields of a record when they are asked for."""
+
+    def __init__(self, engine: DeviceEngine) -> None:
+        self._engine, self._device = engine, engine.state.device
+        on_cpu = self._device.type == "cpu"
+        self._stream: int | None = None if on_cpu else torch._C._cuda_getCurrentRawStream(self._device.index)
+
+    def event(self) -> torch.cuda.Event | None:
+        """Of what has been launched on the current stream so far."""
+        if self._stream is None:
+            return None
+        stream = torch.cuda.ExternalStream(self._stream, device=self._device)  # type: ignore[no-untyped-call]
+        made: torch.cuda.Event = stream.record_event()
+        return made
 
 
 class DeviceSteps:
@@ -64,14 +81,6 @@ class DeviceSteps:
         except BaseException as error:
             self._failure = error
             raise
-
-    def event(self) -> dict[str, Callable[[], torch.cuda.Event | None]]:
-        """Makes the `event` of a record, of what has been launched on the current stream so far."""
-        device = self.engine.state.device
-        if device.type == "cpu":
-            return {"event": lambda: None}
-        stream: int = torch._C._cuda_getCurrentRawStream(device.index)
-        return {"event": lambda: torch.cuda.ExternalStream(stream, device=device).record_event()}  # type: ignore[no-untyped-call]
 
     # -- refused steps -------------------------------------------------------------------------------------------
 
@@ -141,7 +150,7 @@ class DeviceSteps:
 
 
 def copy_used_rows(engine: DeviceEngine, source: torch.Tensor, out: torch.Tensor, step: Step) -> None:
-    """Copy the rows that a step filled: source, out [rows, bytes] uint8."""
+    """Copy the rows that a step filled: source [rows, bytes] uint8, out of any dtype."""
     engine.copy_rows(source, out, *engine.state.filled(step), engine.num_ranks * engine.capacity)
 
 

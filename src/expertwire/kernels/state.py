@@ -196,6 +196,7 @@ class DeviceState:
         self.owner_start = self.int32([start[owners[e]] for e in by_owner])
         room = self.num_ranks * capacity
         self.slot_offsets = self.int32([i * room for i in range(self.num_local_experts + 1)])
+        self.first_row = self.slot_offsets[:1]
         self.slot_rooms = self.int32([room] * self.num_local_experts)
         self.tally = self.int64([0] * (2 * self.num_ranks + 1))
         self._places: dict[tuple[object, ...], Places] = {}
@@ -257,7 +258,7 @@ class DeviceState:
     def filled(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
         """How many rows of each group of rows a step filled, and where the groups begin. COMPACT is one group."""
         if step.layout is Layout.COMPACT:
-            return step.num_rows, self.slot_offsets[:1]
+            return step.num_rows, self.first_row
         return step.expert_counts, step.offsets
 
     def owns(self, t: torch.Tensor) -> bool:
