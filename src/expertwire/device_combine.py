@@ -88,10 +88,9 @@ class DeviceCombiner:
                 if late:
                     engine.combine_ready(staged, inputs, step, receive=False)
                 if not late or engine.launch.compiling:
-                    gather()
+                    gather(inputs, staged)
 
-            def gather() -> None:
-                inputs, staged = self._inputs(y, step, shared=shared, encoded=encoded)
+            def gather(inputs: Places | None, staged: torch.Tensor) -> None:
                 for finish in (False, True) if engine.launch.compiling else (held is not None,):
                     if encoded and inputs is not None:
                         combine_encoded(
@@ -118,14 +117,15 @@ class DeviceCombiner:
         except BaseException as error:
             steps.refuse("combine", bank, call, error)
             raise
-        if first and several and not arrived.exact and not self._state.capturing:
-            steps.counts(step)  # nobody meets for the combine of a void dispatch
-            steps.raise_refused()
-        try:
-            self._runtime.meet(kind, call, prepare)
-        except BaseException as error:
-            steps.refuse("combine", bank, call, error)
-            raise
+        if first:
+            if several and not arrived.exact and not self._state.capturing:
+                steps.counts(step)  # nobody meets for the combine of a void dispatch
+                steps.raise_refused()
+            try:
+                self._runtime.meet(kind, call, prepare)
+            except BaseException as error:
+                steps.refuse("combine", bank, call, error)
+                raise
         kept = None
         if differentiable and weighted:
             kept = y.clone() if self._state.owns(y) else y
@@ -136,7 +136,7 @@ class DeviceCombiner:
 
         def complete() -> dict[str, Any]:
             if late:
-                gather()
+                gather(*self._inputs(y, step, shared=shared, encoded=encoded))
                 steps.combining.discard(step.bank)
             handle._busy = False
             if held is not None and handle._on_finish is not None:

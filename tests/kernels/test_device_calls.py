@@ -54,6 +54,7 @@ def zero_copy_tensors(group, layout, counts):
         seen.append(sent.x.requires_grad_())
         sent.handle.release()
     assert seen[0].data_ptr() == seen[2].data_ptr()
+    assert not hasattr(sent, "_engine")
     wires = FP8Block(), FP8Block(decode=True)
     coded, decoded = (buf.dispatch(x, ids, layout=layout, counts=counts, zero_copy=True, wire=w) for w in wires)
     rows = wires[0].decode_bfloat16(coded.x.flatten(0, -2), coded.sf.flatten(0, -2), HIDDEN)

@@ -240,7 +240,11 @@ class DeviceState:
         """Memory for the experts' output, where peers read it: bfloat16 rows. Collective when it is first asked for."""
         rows = Rows.of_wire(BF16(), self.hidden)
         num_rows = self.region(layout, rows, alignment).num_rows
-        return self._memory_for(("inputs", num_rows), rows, RowRegion(num_rows, rows.payload_bytes, 0, 0))
+        found = self._places.get(("inputs", num_rows))
+        if found is None:
+            region = RowRegion(num_rows, rows.payload_bytes, 0, 0)
+            found = self._memory_for(("inputs", num_rows), rows, region)
+        return found
 
     def values(self, lane: str, layout: Layout, alignment: int, width: int) -> Places:
         """Memory for `width` float32 of every row, to be sent ("dispatch") or read ("combine") by peers. Collective
