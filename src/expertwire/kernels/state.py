@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -34,8 +34,7 @@ class DeviceMemory(Protocol):
     def close(self) -> None: ...
 
 
-@dataclass(frozen=True)
-class Rows:
+class Rows(NamedTuple):
     """How rows travel: `width` units of `unit_bytes`, or, with `fp8`, bfloat16 that becomes e4m3 on the way."""
 
     width: int
