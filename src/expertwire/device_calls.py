@@ -133,7 +133,7 @@ class DeviceDispatcher:
                     fields["topk_weights"] = weights
             return fields
 
-        later = Later(engine) if defer_receive else None
+        later = Later(self._state.device) if defer_receive else None
         return record(Dispatched, complete, defer_receive, handle=handle, _later=later)
 
     def _finish(self, epoch: int, bank: int) -> None:
@@ -276,8 +276,8 @@ class _LaterOfDispatch(Later):
     """Those of a dispatch, whose routing is that of the one that `arrived`."""
 
     def __init__(self, engine: DeviceEngine, step: Step, arrived: Arrived) -> None:
-        super().__init__(engine)
-        self._step, self._arrived = step, arrived
+        super().__init__(engine.state.device)
+        self._engine, self._step, self._arrived = engine, step, arrived
 
     def num_tokens_per_expert(self) -> torch.Tensor:
         return self._step.expert_counts

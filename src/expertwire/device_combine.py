@@ -146,9 +146,10 @@ class DeviceCombiner:
             fields = (out, returned)
             if differentiable:
                 fields = self._gradients.tie_combine(handle, x, topk_weights, biases, out, returned, kept)
-            return {"x": fields[0], "topk_weights": fields[1], "_later": Later(engine)}
+            return {"x": fields[0], "topk_weights": fields[1], "_later": Later(self._state.device)}
 
-        return record(Combined, complete, defer_receive, _later=Later(engine) if defer_receive else None)
+        later = Later(self._state.device) if defer_receive else None
+        return record(Combined, complete, defer_receive, _later=later)
 
     def _inputs(
         self, y: torch.Tensor, step: Step, *, shared: bool, encoded: bool

@@ -32,10 +32,11 @@ class Arrived:
 class Later:
     """Makes fields of a record when they are asked for."""
 
-    def __init__(self, engine: DeviceEngine) -> None:
-        self._engine, self._device = engine, engine.state.device
-        on_cpu = self._device.type == "cpu"
-        self._stream: int | None = None if on_cpu else torch._C._cuda_getCurrentRawStream(self._device.index)
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: int | None = None
+        if device.type != "cpu":
+            self._stream = torch._C._cuda_getCurrentRawStream(device.index)
 
     def event(self) -> torch.cuda.Event | None:
         """Of what has been launched on the current stream so far."""
