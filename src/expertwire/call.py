@@ -80,7 +80,7 @@ class _Hook(Generic[R]):
             self._pending = None
             try:
                 rest = complete()
-                if "event" in rest.get("_lazy", ()):
+                if hasattr(rest.get("_later"), "event"):
                     made.__dict__.pop("event", None)  # asked for after the send half: it has another one now
                 made.__dict__.update(rest)
             except BaseException as error:
@@ -98,9 +98,8 @@ class _Hook(Generic[R]):
 def record(kind: type[R], complete: Callable[[], dict[str, Any]], deferred: bool, **known: Any) -> R:
     """A frozen record: filled in now, or, if `deferred`, by its hook()."""
     made = object.__new__(kind)
-    made.__dict__.update(known, hook=_Hook(made, complete) if deferred else None)
-    if not deferred:
-        made.__dict__.update(complete())
+    made.__dict__.update(known)
+    made.__dict__.update({"hook": _Hook(made, complete)} if deferred else complete())
     return made
 
 

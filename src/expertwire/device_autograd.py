@@ -36,7 +36,7 @@ class DeviceGradients:
 
     def wanted(self, *inputs: torch.Tensor | None) -> bool:
         """Whether a call with these inputs is differentiable."""
-        needed = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
+        needed = torch.is_grad_enabled() and True in [t.requires_grad for t in inputs if t is not None]
         if needed and self._state.capturing:
             raise TransportUnavailable(
                 f"rank {self._engine.rank}: calls that need gradients cannot be captured; use no_grad(), or detach"

@@ -15,14 +15,16 @@ import torch
 from expertwire import _check
 from expertwire.call import check_handle, record
 from expertwire.device_autograd import DeviceGradients
-from expertwire.device_steps import Arrived, DeviceSteps, aligned, copy_used_rows
+from expertwire.device_steps import Arrived, DeviceSteps, Later, aligned, copy_used_rows, plain
 from expertwire.errors import InvalidArgument
 from expertwire.formats import BF16, FP8Block, WireFormat
 from expertwire.formats.fp8 import column_major
 from expertwire.handle import Dispatched, Handle
-from expertwire.kernels.engine import Places, Rows, Step
+from expertwire.kernels.engine import DeviceEngine, Places, Rows, Step
 from expertwire.kernels.runtime import DeviceRuntime
 from expertwire.layouts.receive import Layout
+
+Dtypes = tuple[torch.dtype, torch.dtype | None]
 
 
 class DeviceDispatcher:
@@ -36,6 +38,8 @@ class DeviceDispatcher:
         self._gradients = gradients
         self._engine, self._state, self._rank = runtime.engine, runtime.engine.state, runtime.engine.rank
         self._validate, self._raise_if_full = validate, raise_if_full
+        self._meaning, self._fits_fused = f"[num_tokens, {settings.hidden}]", self._engine.fits_fused()
+        self._windows: dict[tuple[Places, int, Dtypes], tuple[torch.Tensor, torch.Tensor | None]] = {}
 
     def __call__(
         self, x: Any, topk_idx: Any, topk_weights: Any, handle: Any, layout: Any, expert_alignment: Any, wire: Any,
@@ -68,7 +72,7 @@ class DeviceDispatcher:
             else:
                 self._raise_if_full()
                 self._check_routing(topk_idx, topk_weights, payload.shape[0], exact=exact)
-                weights = None if topk_weights is None else aligned(topk_weights.detach())
+                weights = None if topk_weights is None else aligned(plain(topk_weights))
                 handle = Handle(self._owner, epoch, layout, payload.shape[0], topk_weights)
                 step = self._state.step(bank, handle.layout, aligned(topk_idx), weights, expert_alignment)
             fused = self._is_fused(step, rows, cached)
@@ -112,25 +116,29 @@ class DeviceDispatcher:
                 handle.finished = handle.finished or not cached
                 step.void.zero_()
                 raise steps.void(bank)
-            num_rows, counted = self._counts(step, known)
-            fields = self._views(step, places, num_rows, dtypes, wire, owned=not zero_copy)
-            routing = handle._arrived.routing if cached else self._routing(step, places, num_rows, owned=not zero_copy)
+            num_rows, fields = self._counts(step, places, known)
+            fields["x"], fields["sf"] = self._views(step, places, num_rows, dtypes, wire, owned=not zero_copy)
+            if not cached:  # before others may write the bank
+                meta = _first(places.meta(bank), num_rows)
+                meta = meta if zero_copy else meta.clone()
             if zero_copy:
                 handle._on_finish = lambda: self._finish(epoch, bank)
             else:
                 self._finish(epoch, bank)
             if not cached:
-                handle._arrived = Arrived(step, num_rows, exact, epoch if zero_copy else None, routing, masked)
+                handle._arrived = Arrived(step, num_rows, exact, epoch if zero_copy else None, meta, masked)
+            fields["_later"], fields["missing_ranks"] = _LaterOfDispatch(engine, step, handle._arrived), masked
             if differentiable:
-                weights = None if cached else routing["topk_weights"]()
+                weights = None if cached else fields["_later"].topk_weights()
                 fields["x"], weights = self._gradients.tie_dispatch(
                     handle, handle._arrived, source, topk_weights, fields["x"], weights
                 )
                 if weights is not None:
                     fields["topk_weights"] = weights
-            return fields | counted | {"_lazy": routing | _counts_of(step) | steps.event()}
+            return fields
 
-        return record(Dispatched, complete, defer_receive, handle=handle, _lazy=steps.event() if defer_receive else {})
+        later = Later(self._state.device) if defer_receive else None
+        return record(Dispatched, complete, defer_receive, handle=handle, _later=later)
 
     def _finish(self, epoch: int, bank: int) -> None:
         """Peers may write this bank again."""
@@ -138,14 +146,13 @@ class DeviceDispatcher:
         self._steps.dispatches.end(epoch)
 
     def _is_fused(self, step: Step, rows: Rows, cached: bool) -> bool:
-        whole = rows.fp8 or (rows.unit_bytes == 2 and rows.width == self._settings.hidden and rows.sf_units == 0)
-        return step.layout is Layout.EXPERT_SLOTS and whole and not cached and self._engine.fits_fused()
+        if step.layout is not Layout.EXPERT_SLOTS or cached or not self._fits_fused:
+            return False
+        return rows.fp8 or (rows.unit_bytes == 2 and rows.width == self._settings.hidden and rows.sf_units == 0)
 
     # -- checks --------------------------------------------------------------------------------------------------
 
-    def _rows(
-        self, x: Any, wire: WireFormat | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None, Rows, tuple[torch.dtype, torch.dtype | None]]:
+    def _rows(self, x: Any, wire: BF16 | FP8Block | None) -> tuple[torch.Tensor, torch.Tensor | None, Rows, Dtypes]:
         rank, settings = self._rank, self._settings
         if isinstance(x, tuple):
             if wire is not None or len(x) != 2:
@@ -161,26 +168,26 @@ class DeviceDispatcher:
             units = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
             found = payload.view(torch.uint8).view(units[rows.unit_bytes])
             factors = aligned(sf).view(torch.uint8).view(units[rows.sf_unit_bytes])
-            dtypes: tuple[torch.dtype, torch.dtype | None] = (payload.dtype, sf.dtype)
+            dtypes: Dtypes = (payload.dtype, sf.dtype)
         else:
             wire = wire or BF16()
-            dims, meaning = (None, settings.hidden), f"[num_tokens, {settings.hidden}]"
-            found = _check.tensor(rank, "x", x, (torch.bfloat16,), dims, meaning, settings.device)
+            dims = (x.shape[0] if isinstance(x, torch.Tensor) and x.dim() else None, settings.hidden)
+            found = _check.tensor(rank, "x", x, (torch.bfloat16,), dims, self._meaning, settings.device)
             rows, factors = Rows.of_wire(wire, settings.hidden), None
             dtypes = (wire.payload_dtype, wire.sf_dtype)
         _check.tokens(rank, "x", found.shape[0], settings.num_max_tokens_per_rank)
         if found.data_ptr() % 16:
             raise InvalidArgument(f"rank {rank}: x must begin at a multiple of 16 bytes")
-        return found.detach(), factors, rows, dtypes
+        return plain(found), factors, rows, dtypes
 
     def _check_routing(self, topk_idx: Any, topk_weights: Any, num_tokens: int, *, exact: bool) -> None:
         rank, settings = self._rank, self._settings
         if topk_idx is None:
             raise InvalidArgument(f"rank {rank}: topk_idx is missing; pass it, or the handle of an earlier dispatch")
-        dims, meaning = (num_tokens, settings.num_topk), f"[{num_tokens}, {settings.num_topk}]"
-        _check.tensor(rank, "topk_idx", topk_idx, (torch.int32, torch.int64), dims, meaning, settings.device)
+        dims = (num_tokens, settings.num_topk)
+        _check.tensor(rank, "topk_idx", topk_idx, (torch.int32, torch.int64), dims, device=settings.device)
         if topk_weights is not None:
-            _check.tensor(rank, "topk_weights", topk_weights, (torch.float32,), dims, meaning, settings.device)
+            _check.tensor(rank, "topk_weights", topk_weights, (torch.float32,), dims, device=settings.device)
         if self._validate and exact:  # only where the call waits for the device anyway, and then on every rank
             ids = topk_idx if num_tokens else self._state.home[:1]
             ends = torch.stack(torch.aminmax(ids)).clamp(-(1 << 31), (1 << 31) - 1).to(torch.int32)
@@ -196,111 +203,131 @@ class DeviceDispatcher:
     # -- the record ----------------------------------------------------------------------------------------------
 
     def _counts(
-        self, step: Step, known: tuple[list[int], list[int], list[int], int, int] | None
+        self, step: Step, places: Places, known: tuple[list[int], list[int], list[int], int, int] | None
     ) -> tuple[int, dict[str, Any]]:
         """How many rows the record shows, and the counts as lists, if they are `known`."""
         fixed = step.layout is Layout.EXPERT_SLOTS
-        fields: dict[str, Any] = {
-            "num_tokens_per_expert_list": None,
-            "num_padded_tokens_per_expert_list": None,
-            "num_tokens_per_rank_list": None,
-            "missing_ranks": self._runtime.masked_ranks,
-        }
-        num_local, room = self._state.num_local_experts, self._engine.num_ranks * self._engine.capacity
-        num_rows = num_local * room if fixed else self._worst_case(step)
+        num_rows, per_expert, padded, per_rank = self._most_rows(step, places), None, None, None
         if known is not None:
             per_expert, padded, per_rank, rows, _ = known
-            padded = [room] * num_local if fixed else padded
-            fields["num_tokens_per_expert_list"] = per_expert
-            fields["num_padded_tokens_per_expert_list"] = padded
-            fields["num_tokens_per_rank_list"] = per_rank
-            if not fixed:
+            if fixed:
+                padded = [self._engine.num_ranks * self._engine.capacity] * self._state.num_local_experts
+            else:
                 num_rows = rows if step.layout is Layout.COMPACT else sum(padded)
-        return num_rows, fields
+        return num_rows, {
+            "num_tokens_per_expert_list": per_expert,
+            "num_padded_tokens_per_expert_list": padded,
+            "num_tokens_per_rank_list": per_rank,
+        }
 
-    def _worst_case(self, step: Step) -> int:
-        rows = Rows.of_wire(BF16(), self._settings.hidden)
-        return self._state.region(step.layout, rows, step.alignment).num_rows
+    def _most_rows(self, step: Step, places: Places) -> int:
+        """The region is as large as that of the rank with the most experts."""
+        if step.layout is Layout.EXPERT_SLOTS:
+            return self._state.num_local_experts * self._engine.num_ranks * self._engine.capacity
+        return places.region.num_rows
 
     def _views(
-        self, step: Step, places: Places, num_rows: int, dtypes: tuple[torch.dtype, torch.dtype | None],
-        wire: WireFormat | None, *, owned: bool,
-    ) -> dict[str, Any]:  # fmt: skip
-        payload, sf = places.payload(step.bank), places.sf(step.bank)
-        if num_rows < places.region.num_rows:
-            payload, sf = payload[:num_rows], None if sf is None else sf[:num_rows]
+        self, step: Step, places: Places, num_rows: int, dtypes: Dtypes, wire: WireFormat | None, *, owned: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """x and sf: the first `num_rows` rows of the bank, or copies of those in use."""
         if owned:
-            payload, sf = self._copy(step, payload), None if sf is None else self._copy(step, sf)
-        x = payload.view(dtypes[0])
-        factors = None if sf is None or dtypes[1] is None else sf.view(dtypes[1])
+            payload, sf = _first(places.payload(step.bank), num_rows), places.sf(step.bank)
+            x = self._copy(step, payload, dtypes[0])
+            factors = None if sf is None or dtypes[1] is None else self._copy(step, _first(sf, num_rows), dtypes[1])
+            x, factors = self._grouped(step.layout, x, factors)
+        else:  # views of a bank stay the same, but each caller gets tensors of his own: he may want gradients of them
+            x, factors = self._window(step, places, dtypes)
+            if num_rows < x.shape[0]:
+                x, factors = x[:num_rows], None if factors is None else factors[:num_rows]
+            else:
+                x, factors = x.detach(), None if factors is None else factors.detach()
         if isinstance(wire, FP8Block) and wire.decode:
-            x, factors = wire.decode_bfloat16(x, factors, self._settings.hidden), None
-        if step.layout is Layout.EXPERT_SLOTS:
-            groups = (self._state.num_local_experts, self._engine.num_ranks * self._engine.capacity)
-            x = x.view(*groups, x.shape[1])
-            factors = None if factors is None else factors.view(*groups, factors.shape[1])
+            assert factors is not None
+            rows = wire.decode_bfloat16(x.flatten(0, -2), factors.flatten(0, -2), self._settings.hidden)
+            x, factors = rows.view(x.shape), None
         if factors is not None and isinstance(wire, FP8Block) and wire.sf_layout == "column":
             factors = column_major(factors)
-        return {"x": x, "sf": factors}
+        return x, factors
 
-    def _copy(self, step: Step, source: torch.Tensor) -> torch.Tensor:
+    def _window(self, step: Step, places: Places, dtypes: Dtypes) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """All rows that a record may show of this bank."""
+        key = (places, step.bank, dtypes)
+        if key not in self._windows:
+            most, sf = self._most_rows(step, places), places.sf(step.bank)
+            x = _first(places.payload(step.bank), most).view(dtypes[0])
+            factors = None if sf is None or dtypes[1] is None else _first(sf, most).view(dtypes[1])
+            self._windows[key] = self._grouped(step.layout, x, factors)
+        return self._windows[key]
+
+    def _copy(self, step: Step, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The rows in use, in memory of the caller's."""
-        out = torch.empty_like(source)
+        out = self._state.empty(dtype, source.shape[0], source.shape[1] // dtype.itemsize)
         copy_used_rows(self._engine, source, out, step)
         return out
 
-    def _routing(self, step: Step, places: Places, num_rows: int, *, owned: bool) -> dict[str, Callable[[], Any]]:
-        """What makes topk_idx, topk_weights and row_source when they are asked for, from what came with the rows.
+    def _grouped(
+        self, layout: Layout, x: torch.Tensor, factors: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Rows and scale factors in the shape of the layout."""
+        if layout is Layout.EXPERT_SLOTS:
+            groups = (self._state.num_local_experts, self._engine.num_ranks * self._engine.capacity)
+            x = x.view(*groups, x.shape[1])
+            factors = None if factors is None else factors.view(*groups, factors.shape[1])
+        return x, factors
 
-        Of a zero-copy dispatch they are gone with the rows; otherwise they are made now, or could be.
-        """
-        kept = places.meta(step.bank)[:num_rows].clone() if owned else None
 
-        def meta() -> torch.Tensor:
-            return places.meta(step.bank)[:num_rows] if kept is None else kept
+class _LaterOfDispatch(Later):
+    """Those of a dispatch, whose routing is that of the one that `arrived`."""
 
-        fields: dict[str, Callable[[], Any]] = dict.fromkeys(("topk_idx", "topk_weights", "row_source"), _nothing)
+    def __init__(self, engine: DeviceEngine, step: Step, arrived: Arrived) -> None:
+        super().__init__(engine.state.device)
+        self._engine, self._step, self._arrived = engine, step, arrived
+
+    def num_tokens_per_expert(self) -> torch.Tensor:
+        return self._step.expert_counts
+
+    def num_padded_tokens_per_expert(self) -> torch.Tensor:
+        return self._step.padded_counts
+
+    def num_tokens_per_rank(self) -> torch.Tensor:
+        return self._step.rank_counts
+
+    def expert_offsets(self) -> torch.Tensor | None:
+        return None if self._step.layout is Layout.COMPACT else self._step.offsets
+
+    def topk_idx(self) -> torch.Tensor | None:
+        if self._step.layout is not Layout.COMPACT:
+            return None
+        return torch.where(self._used(), self._arrived.meta[:, 1 : 1 + self._engine.num_topk], -1)
+
+    def topk_weights(self) -> torch.Tensor | None:
+        if self._step.layout is not Layout.COMPACT or self._arrived.step.topk_weights is None:
+            return None
+        weights = self._arrived.meta[:, 1 + self._engine.num_topk :].view(torch.float32)
+        return torch.where(self._used(), weights, 0.0)
+
+    def _used(self) -> torch.Tensor:
+        """[rows, 1] of COMPACT: whether a row came."""
+        step, meta = self._arrived.step, self._arrived.meta
+        return (torch.arange(meta.shape[0], device=meta.device) < step.num_rows)[:, None]
+
+    def row_source(self) -> torch.Tensor | None:
+        step, found = self._arrived.step, self._arrived.meta
         if step.layout is Layout.COMPACT:
-            fields["topk_idx"] = lambda: self._compact_ids(step, meta())
-            if step.topk_weights is not None:
-                fields["topk_weights"] = lambda: self._compact_weights(step, meta())
-        else:
-            fields["row_source"] = lambda: self._row_source(step, meta())
-        return fields
-
-    def _compact_ids(self, step: Step, meta: torch.Tensor) -> torch.Tensor:
-        used = torch.arange(meta.shape[0], device=meta.device) < step.num_rows
-        return torch.where(used[:, None], meta[:, 1 : 1 + self._settings.num_topk], -1)
-
-    def _compact_weights(self, step: Step, meta: torch.Tensor) -> torch.Tensor:
-        used = torch.arange(meta.shape[0], device=meta.device) < step.num_rows
-        return torch.where(used[:, None], meta[:, 1 + self._settings.num_topk :].view(torch.float32), 0.0)
-
-    def _row_source(self, step: Step, meta: torch.Tensor) -> torch.Tensor:
-        row, num_groups = torch.arange(meta.shape[0], device=meta.device), step.expert_counts.numel()
-        found = meta
-        if meta.shape[0]:
+            return None
+        row, num_groups = torch.arange(found.shape[0], device=found.device), step.expert_counts.numel()
+        if found.shape[0]:
             group = torch.searchsorted(step.offsets, row, right=True) - 1
             known = group.clamp(max=num_groups - 1)
             used = (group == known) & (row - step.offsets[known] < step.expert_counts[known])
-            found = torch.where(used[:, None], meta, -1)
+            found = torch.where(used[:, None], found, -1)
         if step.layout is Layout.EXPERT_SLOTS:
             return found.view(num_groups, self._engine.num_ranks * self._engine.capacity, 3)
         return found
 
 
-def _counts_of(step: Step) -> dict[str, Callable[[], Any]]:
-    """What makes the counts as tensors."""
-    return {
-        "num_tokens_per_expert": lambda: step.expert_counts,
-        "num_padded_tokens_per_expert": lambda: step.padded_counts,
-        "num_tokens_per_rank": lambda: step.rank_counts,
-        "expert_offsets": lambda: None if step.layout is Layout.COMPACT else step.offsets,
-    }
-
-
-def _nothing() -> None:
-    """A field that this layout has not."""
+def _first(rows: torch.Tensor, count: int) -> torch.Tensor:
+    return rows if count == rows.shape[0] else rows[:count]
 
 
 def rehearse(device: torch.device) -> None:

@@ -12,9 +12,11 @@ from expertwire.device_autograd import DeviceGradients
 from expertwire.device_steps import (
     Arrived,
     DeviceSteps,
+    Later,
     collect_values,
     copy_used_rows,
     expose_values,
+    plain,
 )
 from expertwire.errors import HandleError, InvalidArgument, TransportUnavailable
 from expertwire.formats import BF16, LogFMT10
@@ -66,12 +68,12 @@ class DeviceCombiner:
             steps.raise_if_outdated(handle._arrived.masked)
             biases = self._checked(x, handle, topk_weights, bias, reduce, wire)
             arrived: Arrived = handle._arrived
-            step, compact, y = arrived.step, handle.layout is Layout.COMPACT, x.detach()
+            step, compact, y = arrived.step, handle.layout is Layout.COMPACT, plain(x)
             weighted, by_rank = not compact and handle.topk_weights is not None, not compact and reduce == "rank"
             tracked = (x, topk_weights, *biases, handle._edge, handle.topk_weights if weighted else None)
             differentiable = self._gradients.wanted(*tracked)
-            values = None if topk_weights is None else topk_weights.detach()
-            addends = tuple(b.detach() for b in biases)
+            values = None if topk_weights is None else plain(topk_weights)
+            addends = tuple(map(plain, biases))
             out = self._state.empty(torch.bfloat16, handle.num_tokens, self._settings.hidden)
             held = arrived.held_epoch if not handle.finished else None
             late = defer_receive and several
@@ -89,10 +91,9 @@ class DeviceCombiner:
                 if late:
                     engine.combine_ready(staged, inputs, step, receive=False)
                 if not late or engine.launch.compiling:
-                    gather()
+                    gather(inputs, staged)
 
-            def gather() -> None:
-                inputs, staged = self._inputs(y, step, shared=shared, encoded=encoded)
+            def gather(inputs: Places | None, staged: torch.Tensor) -> None:
                 for finish in (False, True) if engine.launch.compiling else (held is not None,):
                     if encoded and inputs is not None:
                         combine_encoded(
@@ -119,15 +120,16 @@ class DeviceCombiner:
         except BaseException as error:
             steps.refuse("combine", bank, call, error)
             raise
-        if first and several and not arrived.exact and not self._state.capturing:
-            steps.counts(step)  # nobody meets for the combine of a void dispatch
-            steps.raise_refused()
-        try:
-            with steps.masking():
-                self._runtime.meet(kind, call, prepare)
-        except BaseException as error:
-            steps.refuse("combine", bank, call, error)
-            raise
+        if first:
+            if several and not arrived.exact and not self._state.capturing:
+                steps.counts(step)  # nobody meets for the combine of a void dispatch
+                steps.raise_refused()
+            try:
+                with steps.masking():
+                    self._runtime.meet(kind, call, prepare)
+            except BaseException as error:
+                steps.refuse("combine", bank, call, error)
+                raise
         kept = None
         if differentiable and weighted:
             kept = y.clone() if self._state.owns(y) else y
@@ -139,7 +141,7 @@ class DeviceCombiner:
         def complete() -> dict[str, Any]:
             if late:
                 steps.raise_if_outdated(arrived.masked)
-                gather()
+                gather(*self._inputs(y, step, shared=shared, encoded=encoded))
                 steps.combining.discard(step.bank)
             handle._busy = False
             if held is not None and handle._on_finish is not None:
@@ -149,18 +151,13 @@ class DeviceCombiner:
             fields = (out, returned)
             if differentiable:
                 fields = self._gradients.tie_combine(handle, x, topk_weights, biases, out, returned, kept)
-            made: dict[str, Any] = {"x": fields[0], "topk_weights": fields[1], "_lazy": steps.event()}
+            made: dict[str, Any] = {"x": fields[0], "topk_weights": fields[1]}
             if arrived.masked:
-                made["_lazy"] |= {"num_missing": lambda: self._num_missing(step, arrived.masked, by_rank=by_rank)}
-            else:
-                made["num_missing"] = 0
-            return made
+                return made | {"_later": _LaterOfCombine(steps, step, arrived.masked, by_rank=by_rank)}
+            return made | {"_later": Later(self._state.device), "num_missing": 0}
 
-        return record(Combined, complete, defer_receive, _lazy=steps.event() if defer_receive else {})
-
-    def _num_missing(self, step: Step, masked: tuple[int, ...], *, by_rank: bool) -> int:
-        number = num_missing(self._state, step, masked, by_rank=by_rank)
-        return self._steps.read(number.to(torch.int32).repeat(2))[0]  # two, for which the kernel is there
+        later = Later(self._state.device) if defer_receive else None
+        return record(Combined, complete, defer_receive, _later=later)
 
     def _inputs(
         self, y: torch.Tensor, step: Step, *, shared: bool, encoded: bool
@@ -206,6 +203,16 @@ class DeviceCombiner:
         for one in biases:
             dims = (handle.num_tokens, settings.hidden)
             _check.tensor(rank, "bias", one, (torch.bfloat16,), dims, device=settings.device)
-        if any(t.data_ptr() % 16 for t in (x, topk_weights, *biases) if t is not None and t.numel()):
+        if True in [t.data_ptr() % 16 > 0 for t in (x, topk_weights, *biases) if t is not None and t.numel()]:
             raise InvalidArgument(f"rank {rank}: x, topk_weights and bias must begin at multiples of 16 bytes")
         return biases
+
+
+class _LaterOfCombine(Later):
+    def __init__(self, steps: DeviceSteps, step: Step, masked: tuple[int, ...], *, by_rank: bool) -> None:
+        super().__init__(steps.engine.state.device)
+        self._steps, self._step, self._masked, self._by_rank = steps, step, masked, by_rank
+
+    def num_missing(self) -> int:
+        number = num_missing(self._steps.engine.state, self._step, self._masked, by_rank=self._by_rank)
+        return self._steps.read(number.to(torch.int32).repeat(2))[0]  # two, for which the kernel is there

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -28,8 +28,26 @@ class Arrived:
     num_rows: int
     exact: bool
     held_epoch: int | None  # of a zero-copy dispatch, whose bank is busy until the handle is finished
-    routing: dict[str, Callable[[], Any]]  # makes topk_idx, topk_weights and row_source
-    masked: tuple[int, ...] = ()
+    meta: torch.Tensor  # what came with the rows; of a zero-copy dispatch gone with them
+    masked: tuple[int, ...]
+
+
+class Later:
+    """Makes fields of a record when they are asked for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: int | None = None
+        if device.type != "cpu":
+            self._stream = torch._C._cuda_getCurrentRawStream(device.index)
+
+    def event(self) -> torch.cuda.Event | None:
+        """Of what has been launched on the current stream so far."""
+        if self._stream is None:
+            return None
+        stream = torch.cuda.ExternalStream(self._stream, device=self._device)  # type: ignore[no-untyped-call]
+        made: torch.cuda.Event = stream.record_event()
+        return made
 
 
 class DeviceSteps:
@@ -109,14 +127,6 @@ class DeviceSteps:
                 "dispatch again"
             )
 
-    def event(self) -> dict[str, Callable[[], torch.cuda.Event | None]]:
-        """Makes the `event` of a record, of what has been launched on the current stream so far."""
-        device = self.engine.state.device
-        if device.type == "cpu":
-            return {"event": lambda: None}
-        stream: int = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
-        return {"event": lambda: torch.cuda.ExternalStream(stream, device=device).record_event()}  # type: ignore[no-untyped-call]
-
     # -- refused steps -------------------------------------------------------------------------------------------
 
     def call(self, lane: str) -> int:
@@ -189,7 +199,7 @@ class DeviceSteps:
 
 
 def copy_used_rows(engine: DeviceEngine, source: torch.Tensor, out: torch.Tensor, step: Step) -> None:
-    """Copy the rows that a step filled: source, out [rows, bytes] uint8."""
+    """Copy the rows that a step filled: source [rows, bytes] uint8, out of any dtype."""
     engine.copy_rows(source, out, *engine.state.filled(step), engine.num_ranks * engine.capacity)
 
 
@@ -207,6 +217,11 @@ def collect_values(runtime: DeviceRuntime, step: Step) -> torch.Tensor:
     out = state.empty(torch.float32, *step.topk_idx.shape)
     runtime.launch(("combine values", step.layout), lambda: combine_values(engine, memory, step, out))
     return out
+
+
+def plain(t: torch.Tensor) -> torch.Tensor:
+    """Without a history that autograd goes back through."""
+    return t.detach() if t.requires_grad else t
 
 
 def aligned(t: torch.Tensor) -> torch.Tensor:

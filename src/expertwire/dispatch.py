@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -209,7 +210,7 @@ class Dispatcher:
             "num_padded_tokens_per_expert_list": lambda: placed.padded_counts.tolist() if on_host else None,
             "num_tokens_per_rank_list": lambda: arrivals.rows_per_peer if on_host else None,
         }
-        fields: dict[str, Any] = {"missing_ranks": self._engine.runtime.masked_ranks, "_lazy": lazy}
+        fields: dict[str, Any] = {"missing_ranks": self._engine.runtime.masked_ranks, "_later": SimpleNamespace(**lazy)}
         if received.needs_grad:
             x, fields["topk_weights"] = self._tie(plan, placed, x, lazy["topk_weights"]())
         return fields | {"x": x, "sf": sf}

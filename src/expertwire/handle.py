@@ -48,10 +48,11 @@ class Handle:
 
 
 class _Record:
-    """Some fields are made when they are asked for; of a deferred record most are not there yet."""
+    """Some fields are made when they are asked for, by a function of `_later` that is called like them; of a deferred
+    record most are not there yet."""
 
     def __getattr__(self, name: str) -> Any:
-        make = self.__dict__.get("_lazy", {}).get(name)
+        make = None if name.startswith("_") else getattr(self.__dict__.get("_later"), name, None)
         if make is None:
             raise _not_yet(self, name)
         self.__dict__[name] = make()

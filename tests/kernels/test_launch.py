@@ -60,3 +60,16 @@ def test_arguments_are_aligned(monkeypatch):
     assert started == [(memory.data_ptr(), memory.data_ptr() + 16, 0, "rest")]
     with pytest.raises(AssertionError, match="give_back: argument 1 is not aligned"):
         start(give_back, 1, (), (memory, memory[1:]), tuple)
+
+
+def test_a_launch_is_on_the_current_stream_of_the_device_that_has_the_kernel(monkeypatch):
+    streams, devices, started = {0: 5, 1: 6}, [1, 0], []
+    compiled = SimpleNamespace(function=0, packed_metadata=0, run=lambda *args: started.append(args[3]))
+    active = SimpleNamespace(get_current_device=lambda: devices.pop(0), get_current_stream=streams.get)
+    monkeypatch.setattr(launch, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(launch.Launcher, "_compile", lambda self, *args: (compiled, (), ()))
+    start = launch.Launcher()
+    start(give_back, 1, (), (1,), tuple)
+    streams[1] = 7
+    start(give_back, 1, (), (1,), tuple)
+    assert started == [6, 7]

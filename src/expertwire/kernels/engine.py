@@ -148,7 +148,7 @@ class DeviceEngine:
     def copy_rows(
         self, source: torch.Tensor, out: torch.Tensor, lengths: torch.Tensor, offsets: torch.Tensor, group_rows: int
     ) -> None:
-        """Copy the rows in use: source, out [rows, bytes] uint8; lengths, offsets int32 [groups]."""
+        """Copy the rows in use: source [rows, bytes] uint8, out of any dtype; lengths, offsets int32 [groups]."""
         unit = torch.int32 if source.shape[1] % 4 == 0 else torch.uint8
         source, out = source.view(unit), out.view(unit)
         units, groups = source.shape[1], lengths.numel()

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from expertwire.errors import GroupMismatch, TransportUnavailable
-from expertwire.formats import BF16, FP8Block, LogFMT10, WireFormat
+from expertwire.formats import BF16, FP8Block, LogFMT10
 from expertwire.layouts.device_window import DeviceWindow, RowRegion, row_region
 from expertwire.layouts.receive import Layout
 from expertwire.layouts.step_counts import NUM_ROWS, REFUSED, VOID, StepCounts
@@ -41,8 +41,7 @@ class DeviceMemory(Protocol):
     def close(self) -> None: ...
 
 
-@dataclass(frozen=True)
-class Rows:
+class Rows(NamedTuple):
     """How rows travel: `width` units of `unit_bytes`, or, with `fp8`, bfloat16 that becomes e4m3 on the way."""
 
     width: int
@@ -61,25 +60,20 @@ class Rows:
     def sf_bytes(self) -> int:
         return self.sf_units * self.sf_unit_bytes
 
-    @classmethod
-    def of_wire(cls, wire: WireFormat, hidden: int) -> Rows:
+    @staticmethod
+    @lru_cache(maxsize=64)
+    def of_wire(wire: BF16 | FP8Block, hidden: int) -> Rows:
         if isinstance(wire, FP8Block):
-            return _fp8_rows(wire, hidden)
-        assert isinstance(wire, BF16)
-        return cls(hidden, 2, 0, 4)
+            ue8m0 = wire.scale == "ue8m0"
+            units = wire.sf_bytes(hidden) if ue8m0 else wire.sf_bytes(hidden) // 4
+            return Rows(hidden, 2, units, 1 if ue8m0 else 4, True, ue8m0, wire.block)
+        return Rows(hidden, 2, 0, 4)
 
     @classmethod
     def opaque(cls, payload_bytes: int, sf_bytes: int) -> Rows:
         unit = next(u for u in (4, 2, 1) if payload_bytes % u == 0)
         sf_unit = 4 if sf_bytes % 4 == 0 else 1
         return cls(payload_bytes // unit, unit, sf_bytes // sf_unit, sf_unit)
-
-
-@lru_cache(maxsize=64)
-def _fp8_rows(wire: FP8Block, hidden: int) -> Rows:
-    ue8m0 = wire.scale == "ue8m0"
-    units = wire.sf_bytes(hidden) if ue8m0 else wire.sf_bytes(hidden) // 4
-    return Rows(hidden, 2, units, 1 if ue8m0 else 4, True, ue8m0, wire.block)
 
 
 @dataclass(frozen=True)
@@ -208,6 +202,7 @@ class DeviceState:
         self.owner_start = self.int32([start[owners[e]] for e in by_owner])
         room = self.num_ranks * capacity
         self.slot_offsets = self.int32([i * room for i in range(self.num_local_experts + 1)])
+        self.first_row = self.slot_offsets[:1]
         self.slot_rooms = self.int32([room] * self.num_local_experts)
         self.tally = self.int64([0] * (2 * self.num_ranks + 1))
         self._places: dict[tuple[object, ...], Places] = {}
@@ -225,7 +220,7 @@ class DeviceState:
         return torch.tensor(values, dtype=torch.int32).to(self.device)
 
     def empty(self, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.device)
+        return torch.empty(*shape, dtype=dtype, device=self.device)
 
     def scratch(self, name: str, dtype: torch.dtype, size: int) -> torch.Tensor:
         """Memory that launches of one stream may share: always the same for the same name and size."""
@@ -252,7 +247,11 @@ class DeviceState:
         """Memory for the experts' output, where peers read it: bfloat16 rows. Collective when it is first asked for."""
         rows = Rows.of_wire(BF16(), self.hidden)
         num_rows = self.region(layout, rows, alignment).num_rows
-        return self._memory_for(("inputs", num_rows), rows, RowRegion(num_rows, rows.payload_bytes, 0, 0))
+        found = self._places.get(("inputs", num_rows))
+        if found is None:
+            region = RowRegion(num_rows, rows.payload_bytes, 0, 0)
+            found = self._memory_for(("inputs", num_rows), rows, region)
+        return found
 
     def values(self, lane: str, layout: Layout, alignment: int, width: int) -> Places:
         """Memory for `width` float32 of every row, to be sent ("dispatch") or read ("combine") by peers. Collective
@@ -270,7 +269,7 @@ class DeviceState:
     def filled(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
         """How many rows of each group of rows a step filled, and where the groups begin. COMPACT is one group."""
         if step.layout is Layout.COMPACT:
-            return step.num_rows, self.slot_offsets[:1]
+            return step.num_rows, self.first_row
         return step.expert_counts, step.offsets
 
     def owns(self, t: torch.Tensor) -> bool:

@@ -13,7 +13,7 @@ them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from expertwire._math import ceil_div, round_up
 from expertwire.layouts.receive import Layout, worst_case_rows
@@ -97,6 +97,7 @@ class RowRegion:
         return self.meta + round_up(4 * self.num_rows * self.meta_words, REGION_ALIGN)
 
 
+@lru_cache(maxsize=256)
 def row_region(
     layout: Layout, num_ranks: int, capacity: int, num_topk: int, most_local_experts: int, alignment: int,
     payload_bytes: int, sf_bytes: int,

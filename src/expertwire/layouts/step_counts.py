@@ -40,23 +40,23 @@ class StepCounts:
         first = PER_RANK + 2 * round_up(self.num_ranks, 4) + nth * round_up(self.num_local_experts, 4)
         return slice(first, first + self.num_local_experts + more)
 
-    @property
+    @cached_property
     def per_rank(self) -> slice:
         return self._ranks(0)
 
-    @property
+    @cached_property
     def sent(self) -> slice:
         return self._ranks(1)
 
-    @property
+    @cached_property
     def per_expert(self) -> slice:
         return self._experts(0)
 
-    @property
+    @cached_property
     def padded(self) -> slice:
         return self._experts(1)
 
-    @property
+    @cached_property
     def offsets(self) -> slice:
         return self._experts(2, 1)
 
