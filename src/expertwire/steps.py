@@ -18,7 +18,6 @@ from expertwire.host.dispatch import Routing, WireRows, refuse
 from expertwire.host.engine import Dtypes, HostEngine, Received
 from expertwire.host.placed import Arrangement, Placed
 from expertwire.host.runtime import Header
-from expertwire.protocols import lane as protocol
 from expertwire.protocols.lane import Lane
 
 
@@ -106,9 +105,8 @@ class Steps:
         rows could land on those of a later step. Not done in `refuse`, which waits for nobody."""
         while steps.void:
             epoch, runtime = steps.void.pop(), self.engine.runtime
-            step = protocol.receive(steps.lane, runtime.rank, epoch, runtime.num_ranks)
             with self._fatal:
-                runtime.run(f"{steps.lane.name} receive", step)
+                runtime.run(f"{steps.lane.name} receive", runtime.halves(steps.lane, epoch).receive, epoch=epoch)
             (self.end_dispatch if steps is self.dispatches else self.end_combine)(epoch)
 
     def end_dispatch(self, epoch: int) -> None:
@@ -154,7 +152,7 @@ class Steps:
                 received = self.engine.receive_dispatch(
                     epoch,
                     row,
-                    header.settings,
+                    header,
                     arrangement,
                     known=known,
                     send_routing=send_routing,
@@ -204,7 +202,7 @@ class Steps:
                 x, returned, num_missing, needs_grad = self.engine.receive_combine(
                     epoch,
                     routing,
-                    header.settings,
+                    header,
                     wire,
                     rows=rows,
                     weighted=weighted and rows == "token",

@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from expertwire.host.halves import acts
 from expertwire.host.kernels import Array
 from expertwire.host.runtime import ANNOUNCES, DEFERS, NEEDS_GRAD, Header, HostRuntime, Segments
 from expertwire.layouts.rows import DispatchRow, routing_bytes
 from expertwire.ordering.operations import Region
-from expertwire.protocols import lane as protocol
 from expertwire.protocols import rendezvous
 from expertwire.protocols.epoch_signal import REFUSED
 from expertwire.protocols.lane import Lane, ring
@@ -168,7 +168,7 @@ def send(
             segments.append((np.array([routing_at]), count * routing_bytes(layout.num_topk)))
         return segments
 
-    runtime.run("dispatch send", protocol.send(lane, runtime.rank, epoch, routing.rows_per_peer), put)
+    runtime.run("dispatch send", runtime.halves(lane, epoch).send, put, epoch=epoch, counts=routing.rows_per_peer)
 
 
 def refuse(runtime: HostRuntime, lane: Lane, epoch: int, reason: str) -> None:
@@ -179,11 +179,11 @@ def refuse(runtime: HostRuntime, lane: Lane, epoch: int, reason: str) -> None:
         return runtime.write_header(peer, runtime.header_at(region), *header)
 
     counts = [REFUSED] * runtime.num_ranks
-    runtime.run(f"{lane.name} send", protocol.send(lane, runtime.rank, epoch, counts), put)
+    runtime.run(f"{lane.name} send", runtime.halves(lane, epoch).send, put, epoch=epoch, counts=counts)
 
 
 def receive(
-    runtime: HostRuntime, lane: Lane, epoch: int, settings: bytes, known: Arrivals | None, since: float
+    runtime: HostRuntime, lane: Lane, epoch: int, header: Header, known: Arrivals | None, since: float
 ) -> tuple[Arrivals, list[int], bool, Meeting]:
     """Receive half, up to where every row has a place: what arrived; the address of each writer's first record in the
     own window (0 where the writer is masked); whether any rank needs gradients; and which rows are still to come.
@@ -191,9 +191,9 @@ def receive(
     With `known` (cached dispatch) the routing is taken from there. Time-outs count from `since`.
     """
     layout, num_ranks = runtime.layout, runtime.num_ranks
-    counts = runtime.run("dispatch receive", protocol.receive(lane, runtime.rank, epoch, num_ranks), since=since)
+    counts = runtime.run("dispatch receive", runtime.halves(lane, epoch).receive, epoch=epoch, since=since)
     own, apart, region = runtime.base[runtime.rank], layout.dispatch_apart, lane.rows(epoch, 0)
-    any_flags, flags = runtime.check_headers("dispatch", epoch, counts, runtime.header_at(region), apart, settings)
+    any_flags, flags = runtime.check_headers("dispatch", epoch, counts, runtime.header_at(region), apart, header)
     present = [counts.get(peer, 0) for peer in range(num_ranks)]
     arrivals = known
     if arrivals is None:
@@ -240,10 +240,11 @@ def meet(
     counts = sent.routing.rows_per_peer
     leaving = {peer: counts[peer] for peer in ring(runtime.rank, runtime.num_ranks) if peer in sent.announced}
     step = rendezvous.meet(lane, runtime.rank, epoch, meeting.coming, leaving, meeting.deferring)
-    runtime.run("dispatch receive", step, put, since=since, asked=[p for p in leaving if p not in meeting.deferring])
+    asked = [peer for peer in leaving if peer not in meeting.deferring]
+    runtime.run("dispatch receive", acts(step), put, since=since, asked=asked)
 
 
 def land(runtime: HostRuntime, lane: Lane, epoch: int, meeting: Meeting, since: float) -> None:
     """Wait until the rows that were announced have come."""
     step = rendezvous.land(lane, epoch, meeting.coming)
-    runtime.run("dispatch receive", step, since=since, asked=meeting.coming)
+    runtime.run("dispatch receive", acts(step), since=since, asked=meeting.coming)

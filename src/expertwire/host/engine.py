@@ -25,7 +25,6 @@ from expertwire.host.pool import Pool
 from expertwire.host.runtime import Header, HostRuntime
 from expertwire.layouts.receive import Layout, worst_case_rows
 from expertwire.layouts.rows import CombineRow, DispatchRow
-from expertwire.protocols import lane as protocol
 from expertwire.protocols.lane import Lane
 from expertwire.topology import Placement
 
@@ -155,7 +154,7 @@ class HostEngine:
         self,
         epoch: int,
         row: DispatchRow,
-        settings: bytes,
+        header: Header,
         arrangement: Arrangement,
         *,
         known: Placed | None,
@@ -174,7 +173,7 @@ class HostEngine:
         """
         runtime, lane, since = self.runtime, self.dispatch_lane, self.runtime.clock()
         repeated = known.arrivals if known and not send_routing else None
-        arrivals, records, needs_grad, meeting = dispatch.receive(runtime, lane, epoch, settings, repeated, since)
+        arrivals, records, needs_grad, meeting = dispatch.receive(runtime, lane, epoch, header, repeated, since)
         for peer, count in enumerate(arrivals.rows_per_peer):
             self.rows_received[peer] += count
         placed = known._replace(arrivals=arrivals) if known else self._place(arrivals, arrangement)
@@ -287,8 +286,7 @@ class HostEngine:
         if self.runtime.debug_poison:
             for writer in range(self.num_ranks):
                 self.runtime.poison(layout.dispatch_header(bank, writer), layout.dispatch_region_bytes)
-        step = protocol.finish(self.dispatch_lane, self.rank, epoch, self.num_ranks)
-        self.runtime.run("dispatch receive", step)
+        self.runtime.run("dispatch receive", self.runtime.halves(self.dispatch_lane, epoch).finish, epoch=epoch)
 
     # -- combine -------------------------------------------------------------------------------------------------
 
@@ -366,7 +364,7 @@ class HostEngine:
         self,
         epoch: int,
         routing: Routing,
-        settings: bytes,
+        header: Header,
         wire: WireFormat,
         *,
         rows: Rows,
@@ -378,7 +376,7 @@ class HostEngine:
         """Wait for all peers and sum their rows: (x [T, hidden], weights [T, K] or None, rows missing, needs_grad)."""
         row = self.combine_row(wire)
         records, brought, num_missing, needs_grad = combine.receive(
-            self.runtime, self.combine_lane, epoch, routing, row, settings, rows
+            self.runtime, self.combine_lane, epoch, routing, row, header, rows
         )
         returned = None
         if return_weights:
@@ -444,8 +442,7 @@ class HostEngine:
         layout, bank = self.runtime.layout, self.combine_lane.bank(epoch)
         if self.runtime.debug_poison:
             self.runtime.poison(layout.combine_header(bank, 0), layout.combine_bank_bytes)
-        step = protocol.finish(self.combine_lane, self.rank, epoch, self.num_ranks)
-        self.runtime.run("combine receive", step)
+        self.runtime.run("combine receive", self.runtime.halves(self.combine_lane, epoch).finish, epoch=epoch)
 
 
 def _addresses(rows: torch.Tensor) -> Array:
