@@ -48,7 +48,7 @@ class Combiner:
     ) -> Combined:
         epoch = self._steps.combines.begin()
         try:
-            check_handle(self._context.rank, self._context.owner, handle)
+            check_handle(self._rank, self._context.owner, handle)
             plan = self._plan(epoch, x, handle, topk_weights, bias, reduce, wire)
         except BaseException as error:
             self._context.refuse(self._steps.combines, epoch, error)

@@ -158,7 +158,7 @@ class Dispatcher:
             rows, dtypes = self._opaque_rows(x)
         else:
             wire = wire or BF16()
-            rows, dtypes = self._encoded_rows(x, wire)
+            rows, dtypes = self._encoded_rows(x, handle.num_tokens, wire)
         tracked = None if opaque else x
         needs_grad = torch.is_grad_enabled() and any_requires_grad(tracked, topk_weights)
         if needs_grad:
@@ -170,10 +170,10 @@ class Dispatcher:
         header = Header.make(epoch, f"{kind}, routing of dispatch {handle._number}", needs_grad=needs_grad)
         return _Plan(handle, rows, dtypes, wire, handle._arrangement, cached, header, tracked, topk_weights)
 
-    def _encoded_rows(self, x: Any, wire: WireFormat) -> tuple[WireRows, Dtypes]:
+    def _encoded_rows(self, x: Any, num_tokens: int, wire: WireFormat) -> tuple[WireRows, Dtypes]:
         hidden = self._settings.hidden
-        _check.tensor(self._rank, "x", x, (torch.bfloat16,), (x.shape[0], hidden), self._meaning)
-        _check.tokens(self._rank, "x", x.shape[0], self._settings.num_max_tokens_per_rank)
+        _check.tensor(self._rank, "x", x, (torch.bfloat16,), (num_tokens, hidden), self._meaning)
+        _check.tokens(self._rank, "x", num_tokens, self._settings.num_max_tokens_per_rank)
         return self._engine.encode(x, wire), (wire.payload_dtype, wire.sf_dtype)
 
     def _opaque_rows(self, x: Any) -> tuple[WireRows, Dtypes]:
@@ -207,7 +207,7 @@ class Dispatcher:
             "num_tokens_per_rank": lambda: torch.tensor(arrivals.rows_per_peer, dtype=torch.int32),
             "num_tokens_per_expert_list": lambda: placed.counts.tolist() if on_host else None,
             "num_padded_tokens_per_expert_list": lambda: placed.padded_counts.tolist() if on_host else None,
-            "num_tokens_per_rank_list": lambda: arrivals.rows_per_peer if on_host else None,
+            "num_tokens_per_rank_list": lambda: list(arrivals.rows_per_peer) if on_host else None,
         }
         fields: dict[str, Any] = {"missing_ranks": self._engine.runtime.masked_ranks, "_lazy": lazy}
         if received.needs_grad:

@@ -69,14 +69,14 @@ def send(
 def receive(
     runtime: HostRuntime, lane: Lane, epoch: int, routing: Routing, row: CombineRow, header: Header, rows: Rows
 ) -> tuple[Array, Array, int, bool]:
-    """Receive half: the address of each record in the own window [T, K], 0 = no row; how many rows each rank
-    brought [R], -1 for masked ones; how many rows are missing for that reason; and whether any rank needs gradients.
+    """Receive half: the address of each record in the own window [T, K], 0 = no row; how many rows each rank brought
+    [R], ABSENT for masked ones; how many rows are missing for that reason; and whether any rank needs gradients.
     """
     layout, region = runtime.layout, lane.rows(epoch, 0)
     counts = runtime.run("combine receive", runtime.halves(lane, epoch).receive, epoch=epoch)
     flags, _ = runtime.check_headers("combine", epoch, counts, runtime.header_at(region), HEADER_BYTES, header)
     needs_grad = bool(flags & NEEDS_GRAD)
-    brought = np.array([counts.get(peer, -1) for peer in range(runtime.num_ranks)], np.int64)
+    brought = np.array(counts, np.int64)
     if rows == "none":
         return np.zeros(routing.slot_rank.shape, np.int64), brought, 0, needs_grad
     records = runtime.base[runtime.rank] + runtime.rows_at(region)

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 
 from expertwire.host.halves import acts
 from expertwire.host.kernels import Array
-from expertwire.host.runtime import ANNOUNCES, DEFERS, NEEDS_GRAD, Header, HostRuntime, Segments
+from expertwire.host.runtime import ABSENT, ANNOUNCES, DEFERS, NEEDS_GRAD, Header, HostRuntime, Segments
 from expertwire.layouts.rows import DispatchRow, routing_bytes
 from expertwire.ordering.operations import Region
 from expertwire.protocols import rendezvous
@@ -58,12 +58,14 @@ class Routing(NamedTuple):
 class Arrivals(NamedTuple):
     """What arrived: m rows by source rank, then source token.
 
+    rows_per_peer            how many came from each rank
     bounds, offsets [R + 1]  rows offsets[s]:offsets[s + 1] come from rank s; once as a list, once for kernels
     topk_idx [m, K] int32    local expert ids, -1 for experts elsewhere
     weights [m, K] float32   0 where topk_idx is -1
     tokens [m] int32         token index on the source rank
     """
 
+    rows_per_peer: list[int]
     bounds: list[int]
     offsets: Array
     topk_idx: Array
@@ -73,10 +75,6 @@ class Arrivals(NamedTuple):
     @property
     def num_rows(self) -> int:
         return self.bounds[-1]
-
-    @property
-    def rows_per_peer(self) -> list[int]:
-        return [end - first for first, end in pairwise(self.bounds)]
 
     def rows_from(self, peer: int) -> slice:
         return slice(self.bounds[peer], self.bounds[peer + 1])
@@ -157,7 +155,7 @@ def send(
         if not later and (defers or peer != runtime.rank):
             records = runtime.base[peer] + first
             _put_rows(runtime, routing, sent.rows, peer, records, records + row.sf, (row.stride, row.stride))
-        routing_at = layout.dispatch_routing(region.bank, region.writer)
+        routing_at = runtime.routing_at(region)
         if not cached:
             kernels.write_routing(
                 runtime.base[peer] + routing_at, routing.tokens_for(peer), peer,
@@ -194,18 +192,20 @@ def receive(
     counts = runtime.run("dispatch receive", runtime.halves(lane, epoch).receive, epoch=epoch, since=since)
     own, apart, region = runtime.base[runtime.rank], layout.dispatch_apart, lane.rows(epoch, 0)
     any_flags, flags = runtime.check_headers("dispatch", epoch, counts, runtime.header_at(region), apart, header)
-    present = [counts.get(peer, 0) for peer in range(num_ranks)]
+    first = own + runtime.rows_at(region)
+    present, records = counts, list(range(first, first + num_ranks * apart, apart))
+    if runtime.masked:
+        present = [max(count, 0) for count in counts]
+        records = [0 if count == ABSENT else at for at, count in zip(records, counts, strict=True)]
     arrivals = known
     if arrivals is None:
         bounds = [*accumulate(present, initial=0)]
         offsets = np.array(bounds, np.int64)
-        routing_at = own + layout.dispatch_routing(region.bank, 0)
-        arrivals = Arrivals(bounds, offsets, *runtime.kernels.read_routing(routing_at, apart, offsets, layout.num_topk))
+        routing = runtime.kernels.read_routing(own + runtime.routing_at(region), apart, offsets, layout.num_topk)
+        arrivals = Arrivals(present, bounds, offsets, *routing)
     else:
         rows = arrivals.rows_per_peer
         assert all(seen in (0, n) for seen, n in zip(present, rows, strict=True)), f"{present} cached rows, not {rows}"
-    first = own + runtime.rows_at(region)
-    records = [first + peer * apart if peer in counts else 0 for peer in range(num_ranks)]
     meeting = NO_MEETING
     if any_flags & (ANNOUNCES | DEFERS):
         coming = {peer: counts[peer] for peer, flag in flags.items() if flag & ANNOUNCES}

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from functools import lru_cache
 from itertools import pairwise
+from operator import add
 from typing import NamedTuple
 
 import numpy as np
@@ -135,10 +136,12 @@ class HostEngine:
         announced = () if defers else self._announced(counts, row, layout)
         sent = Sent(routing, rows, announced)
         dispatch.send(self.runtime, self.dispatch_lane, epoch, sent, row, header, cached=cached, defers=defers)
-        for peer, count in enumerate(counts):
-            self.rows_sent[peer] += count
-            self.bytes_sent[peer] += count * row.stride
+        self.rows_sent = [*map(add, self.rows_sent, counts)]
+        self._count_bytes(counts, row.stride)
         return sent
+
+    def _count_bytes(self, counts: Sequence[int], row_bytes: int) -> None:
+        self.bytes_sent = [seen + count * row_bytes for seen, count in zip(self.bytes_sent, counts, strict=True)]
 
     def _announced(self, counts: list[int], row: DispatchRow, layout: Layout) -> tuple[int, ...]:
         """The peers whose rows had better wait for their final place. COMPACT rows stand there once, one after the
@@ -174,8 +177,7 @@ class HostEngine:
         runtime, lane, since = self.runtime, self.dispatch_lane, self.runtime.clock()
         repeated = known.arrivals if known and not send_routing else None
         arrivals, records, needs_grad, meeting = dispatch.receive(runtime, lane, epoch, header, repeated, since)
-        for peer, count in enumerate(arrivals.rows_per_peer):
-            self.rows_received[peer] += count
+        self.rows_received = [*map(add, self.rows_received, arrivals.rows_per_peer)]
         placed = known._replace(arrivals=arrivals) if known else self._place(arrivals, arrangement)
         bank = lane.bank(epoch) if reuse_bank else None
         blank = zero_unused or bool(runtime.masked)
@@ -266,6 +268,8 @@ class HostEngine:
         """Copy every arrival to its rows of `outputs`, from the records in the window (0 = missing) or, if it is the
         own rank's and `sent` tells, from where the caller keeps it. The rows of `direct` peers are there already."""
         arrivals, own = placed.arrivals, -1 if sent is None else self.rank
+        if not arrivals.num_rows:
+            return
         stream = self.runtime.streams(placed.num_filled, row.payload_bytes)
         for part, out in enumerate(outputs):
             at, row_bytes = (row.sf, row.sf_bytes) if part else (0, row.payload_bytes)
@@ -331,8 +335,7 @@ class HostEngine:
             self.runtime, self.combine_lane, epoch, arrivals, outgoing, sent, row, metadata, back, header,
             keep_own=keep_own,
         )  # fmt: skip
-        for peer, count in enumerate(sent):
-            self.bytes_sent[peer] += count * row.stride
+        self._count_bytes(sent, row.stride)
         return outgoing, keep
 
     def combine_row(self, wire: WireFormat) -> CombineRow:
@@ -385,7 +388,8 @@ class HostEngine:
         if own is not None:
             arrivals, outgoing = own
             first, end = arrivals.bounds[self.rank : self.rank + 2]
-            self.kernels.overlay_rows(operands, arrivals.tokens, outgoing, first, end)
+            if first < end:
+                self.kernels.overlay_rows(operands, arrivals.tokens, outgoing, first, end)
         is_float32 = not isinstance(wire, BF16)
         decoded = None
         if is_float32:

@@ -199,7 +199,7 @@ def expected_rows(slot_rank, is_last, per_token, brought, records, apart, stride
     """Where the rows that combine brings lie, how many never come, and whether each rank brought what it had to.
 
     slot_rank [T, K] int32, is_last [T, K]; a row per slot if `per_token`, else one per (token, rank), at its last slot.
-    brought [R] int64: rows, -1 = a masked rank; rank r's records begin at records + r * apart, `stride` apart.
+    brought [R] int64: rows, negative = a masked rank; rank r's records begin at records + r * apart, `stride` apart.
     -> table [T, K] int64 addresses (0 = no row), missing, agrees.
     """
     num_topk = slot_rank.shape[1]

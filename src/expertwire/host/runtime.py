@@ -47,6 +47,7 @@ _HEADER_PREFIX = struct.Struct("<qH")  # epoch, bytes of text
 NEEDS_GRAD, ANNOUNCES, DEFERS = 1, 2, 4
 
 
+ABSENT = -2  # stands for the count of a masked rank
 Segments = list[tuple[Array, int]]  # (byte offsets in the reader's window, bytes at each of them)
 Put = Callable[[int, Region, int], Segments]
 
@@ -112,9 +113,10 @@ class HostRuntime:
         self.debug_poison = debug_poison
         self.masked: set[int] = set()
         self.base = base = [window.ctypes.data for window in transport.windows]
-        # Where words, and the headers and rows of regions, lie: the same few again and again.
+        # Where words, and the headers, routing and rows of regions, lie: the same few again and again.
         self._address = functools.cache(lambda owner, word: base[owner] + layout.word(*word))
         self.header_at = functools.cache(lambda region: layout.header(*region))
+        self.routing_at = functools.cache(lambda region: layout.dispatch_routing(region.bank, region.writer))
         self.rows_at = functools.cache(lambda region: layout.rows(*region))
         crowded = self.num_ranks > len(os.sched_getaffinity(0))
         self._first_patience = _CROWDED_PATIENCE if crowded else _FIRST_PATIENCE
@@ -223,8 +225,9 @@ class HostRuntime:
         counts: Sequence[int] | None = None,
         since: float | None = None,
         asked: Collection[int] | None = None,
-    ) -> dict[int, int]:
-        """Carry out one half of a protocol; returns the last count that each writer signalled, masked ones absent.
+    ) -> list[int]:
+        """Carry out one half of a protocol; returns the last count that each rank signalled, ABSENT where it waited for
+        none or the rank is masked.
 
         `put(peer, region, count)` writes rows into a peer's memory before their signal, and says where. A half of
         `halves` needs its `epoch` and, to put anything, its `counts`. Time-outs count from `since` on the clock, by
@@ -232,7 +235,7 @@ class HostRuntime:
         """
         if self.closed:
             raise BufferClosed(f"rank {self.rank}: this buffer is closed; there is nothing left to send or receive")
-        heard: dict[int, int] = {}
+        heard = [ABSENT] * self.num_ranks
         for kind, peer, word, region, count, when in half:
             if peer in self.masked:
                 continue
@@ -304,14 +307,14 @@ class HostRuntime:
         return [(np.array([offset]), end - offset)] if self.hands_over else []
 
     def check_headers(
-        self, phase: str, epoch: int, counts: dict[int, int], first: int, apart: int, header: Header
+        self, phase: str, epoch: int, counts: list[int], first: int, apart: int, header: Header
     ) -> tuple[int, dict[int, int]]:
         """Raise if a peer refused this step, or called it with other settings. Otherwise the flags that any rank set,
         and those of each peer. A peer's header lies at byte first + peer * apart."""
         own, any_flags, flags = self.bytes_of[self.rank], header.flags, {}
         length = 1 + len(header.settings)
-        for peer in counts:
-            if peer != self.rank:
+        for peer, count in enumerate(counts):
+            if count != ABSENT and peer != self.rank:
                 at = first + peer * apart
                 seen = own[at : at + length].tobytes()
                 if not seen.endswith(header.settings):
@@ -321,11 +324,11 @@ class HostRuntime:
         return any_flags, flags
 
     def _raise_for_headers(
-        self, phase: str, epoch: int, counts: dict[int, int], first: int, apart: int, settings: bytes
+        self, phase: str, epoch: int, counts: list[int], first: int, apart: int, settings: bytes
     ) -> None:
         texts, (_, expected) = {}, Header.unpack(settings)
-        for peer in counts:
-            if peer == self.rank:
+        for peer, count in enumerate(counts):
+            if count == ABSENT or peer == self.rank:
                 continue
             at = first + peer * apart
             seen, texts[peer] = Header.unpack(self.own[at + 1 : at + HEADER_BYTES].tobytes())
@@ -336,7 +339,7 @@ class HostRuntime:
                     f"{there}: this transport lets a signal overtake its data",
                     [peer],
                 )
-        refused = [peer for peer, count in counts.items() if count == REFUSED]
+        refused = [peer for peer, count in enumerate(counts) if count == REFUSED]
         if refused:
             reasons = "; ".join(texts[peer] for peer in refused)
             raise PeerRefused(
