@@ -70,6 +70,10 @@ def shape(num_experts: Any, hidden: Any, num_topk: Any, num_max_tokens_per_rank:
 _device = lru_cache(torch.device)
 
 
+def _is_on(seen: torch.device, wanted: torch.device) -> bool:
+    return seen.type == wanted.type and wanted.index is None
+
+
 def _fits(shape: torch.Size, dims: tuple[int | None, ...]) -> bool:
     return len(shape) == len(dims) and all(d is None or d == n for d, n in zip(dims, shape, strict=True))
 
@@ -85,33 +89,22 @@ def tensor(
 ) -> torch.Tensor:
     """A contiguous tensor on `device`, of one of `dtypes` (None: any) and of shape `dims` (None: any size), which
     errors describe by `meaning`, with `dims` in place of {}."""
-    problem = _problem(name, value, dtypes, dims, meaning, device)
-    if problem is not None:
-        raise InvalidArgument(f"rank {rank}: {name} must {problem}")
-    found: torch.Tensor = value
-    return found
-
-
-def _problem(
-    name: str, value: Any, dtypes: tuple[torch.dtype, ...] | None, dims: tuple[int | None, ...], meaning: str,
-    device: str,
-) -> str | None:  # fmt: skip
-    """The first rule that an argument of `tensor` breaks; no text is made where there is none."""
     if not isinstance(value, torch.Tensor):
-        return f"be a tensor {meaning.format(list(dims))}, got {type(value).__name__}"
-    if dtypes is not None and value.dtype not in dtypes:
+        problem = f"be a tensor {meaning.format(list(dims))}, got {type(value).__name__}"
+    elif dtypes is not None and value.dtype not in dtypes:
         names = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
-        return f"have dtype {names}, got {str(value.dtype).removeprefix('torch.')}"
-    wanted, seen = _device(device), value.device
-    if seen != wanted and (wanted.index is not None or seen.type != wanted.type):
-        return f"be on the buffer's device {device!r}, got {str(seen)!r}"
-    if value.layout is not torch.strided:
-        return f"be a dense tensor, got {value.layout}"
-    if value.shape != dims and not _fits(value.shape, dims):
-        return f"have shape {meaning.format(list(dims))}, got {list(value.shape)}"
-    if not value.is_contiguous():
-        return f"be contiguous, got strides {value.stride()}; pass {name}.contiguous()"
-    return None
+        problem = f"have dtype {names}, got {str(value.dtype).removeprefix('torch.')}"
+    elif value.device != _device(device) and not _is_on(value.device, _device(device)):
+        problem = f"be on the buffer's device {device!r}, got {str(value.device)!r}"
+    elif value.layout is not torch.strided:
+        problem = f"be a dense tensor, got {value.layout}"
+    elif value.shape != dims and not _fits(value.shape, dims):
+        problem = f"have shape {meaning.format(list(dims))}, got {list(value.shape)}"
+    elif not value.is_contiguous():
+        problem = f"be contiguous, got strides {value.stride()}; pass {name}.contiguous()"
+    else:
+        return value
+    raise InvalidArgument(f"rank {rank}: {name} must {problem}")
 
 
 def tokens(rank: int, name: str, num_tokens: int, capacity: int) -> None:

@@ -61,7 +61,7 @@ class Dispatcher:
             layout = _check.dispatch_options(self._rank, layout, expert_alignment, counts, wire)
             if handle is None:
                 self._context.raise_if_full()
-                arrangement = Arrangement(layout, expert_alignment, counts == "device")
+                arrangement = _arrangement(layout, expert_alignment, counts == "device")
                 handle = self._new_handle(epoch, x, topk_idx, topk_weights, arrangement)
             else:
                 self._check_repeat(x, topk_idx, topk_weights, handle, zero_copy)
@@ -191,28 +191,18 @@ class Dispatcher:
     # -- the record ----------------------------------------------------------------------------------------------
 
     def _fields(self, plan: _Plan, received: Received) -> dict[str, Any]:
-        """What is not read takes no time: routing and counts become tensors and lists when they are asked for."""
         placed = received.placed
-        arrivals, num_rows = placed.arrivals, placed.num_rows
         x, sf = self._typed(plan, received)
-        compact, weighted = placed.layout is Layout.COMPACT, plan.routing.weighted
-        on_host = not plan.arrangement.fixed_size
-        lazy: dict[str, Callable[[], Any]] = {
-            "topk_idx": lambda: _padded(arrivals.topk_idx, num_rows, -1) if compact else None,
-            "topk_weights": lambda: _padded(arrivals.weights, num_rows, 0) if compact and weighted else None,
-            "row_source": lambda: None if compact else torch.from_numpy(placed.row_source()).view(*x.shape[:-1], 3),
-            "expert_offsets": lambda: None if compact else _int32(placed.offsets),
-            "num_tokens_per_expert": lambda: _int32(placed.counts),
-            "num_padded_tokens_per_expert": lambda: _int32(placed.padded_counts),
-            "num_tokens_per_rank": lambda: torch.tensor(arrivals.rows_per_peer, dtype=torch.int32),
-            "num_tokens_per_expert_list": lambda: placed.counts.tolist() if on_host else None,
-            "num_padded_tokens_per_expert_list": lambda: placed.padded_counts.tolist() if on_host else None,
-            "num_tokens_per_rank_list": lambda: list(arrivals.rows_per_peer) if on_host else None,
+        made_of = placed, plan.routing.weighted, not plan.arrangement.fixed_size, x
+        fields: dict[str, Any] = {
+            "missing_ranks": self._engine.runtime.masked_ranks,
+            "_lazy": _LAZY,
+            "_made_of": made_of,
         }
-        fields: dict[str, Any] = {"missing_ranks": self._engine.runtime.masked_ranks, "_lazy": lazy}
         if received.needs_grad:
-            x, fields["topk_weights"] = self._tie(plan, placed, x, lazy["topk_weights"]())
-        return fields | {"x": x, "sf": sf}
+            x, fields["topk_weights"] = self._tie(plan, placed, x, _topk_weights(*made_of))
+        fields["x"], fields["sf"] = x, sf
+        return fields
 
     def _typed(self, plan: _Plan, received: Received) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What was received as the caller wants it: decoded, in the shape of the layout."""
@@ -262,6 +252,10 @@ def _kind(name: str, payload_bytes: int, sf_bytes: int, weighted: bool, distinct
     return f"{name} rows of {payload_bytes}+{sf_bytes} bytes, weights={weighted}, distinct={distinct}"
 
 
+# The same few again and again.
+_arrangement = lru_cache(maxsize=256)(Arrangement)
+
+
 def _int32(values: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(values.astype(np.int32))
 
@@ -273,3 +267,36 @@ def _padded(values: np.ndarray, num_rows: int, filler: int) -> torch.Tensor:
     found = np.full((num_rows, values.shape[1]), filler, values.dtype)
     found[: len(values)] = values
     return torch.from_numpy(found)
+
+
+# What is not read takes no time: routing and counts become tensors and lists when they are asked for. They are made of
+# where rows were placed, whether they have weights, whether counts are wanted on the host, and x.
+
+
+def _topk_weights(placed: Placed, weighted: bool, on_host: bool, x: torch.Tensor) -> torch.Tensor | None:
+    compact = placed.layout is Layout.COMPACT
+    return _padded(placed.arrivals.weights, placed.num_rows, 0) if compact and weighted else None
+
+
+def _topk_idx(placed: Placed, weighted: bool, on_host: bool, x: torch.Tensor) -> torch.Tensor | None:
+    return _padded(placed.arrivals.topk_idx, placed.num_rows, -1) if placed.layout is Layout.COMPACT else None
+
+
+def _row_source(placed: Placed, weighted: bool, on_host: bool, x: torch.Tensor) -> torch.Tensor | None:
+    return None if placed.layout is Layout.COMPACT else torch.from_numpy(placed.row_source()).view(*x.shape[:-1], 3)
+
+
+_LAZY: dict[str, Callable[[Placed, bool, bool, torch.Tensor], Any]] = {
+    "topk_idx": _topk_idx,
+    "topk_weights": _topk_weights,
+    "row_source": _row_source,
+    "expert_offsets": lambda placed, *_: None if placed.layout is Layout.COMPACT else _int32(placed.offsets),
+    "num_tokens_per_expert": lambda placed, *_: _int32(placed.counts),
+    "num_padded_tokens_per_expert": lambda placed, *_: _int32(placed.padded_counts),
+    "num_tokens_per_rank": lambda placed, *_: torch.tensor(placed.arrivals.rows_per_peer, dtype=torch.int32),
+    "num_tokens_per_expert_list": lambda placed, _, on_host, x: placed.counts.tolist() if on_host else None,
+    "num_padded_tokens_per_expert_list": lambda placed, _, on_host, x: (
+        placed.padded_counts.tolist() if on_host else None
+    ),
+    "num_tokens_per_rank_list": lambda placed, _, on_host, x: list(placed.arrivals.rows_per_peer) if on_host else None,
+}

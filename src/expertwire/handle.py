@@ -48,13 +48,14 @@ class Handle:
 
 
 class _Record:
-    """Some fields are made when they are asked for; of a deferred record most are not there yet."""
+    """Some fields are made when they are asked for, by the functions in `_lazy` from what is in `_made_of`; of a
+    deferred record most are not there yet."""
 
     def __getattr__(self, name: str) -> Any:
         make = self.__dict__.get("_lazy", {}).get(name)
         if make is None:
             raise _not_yet(self, name)
-        self.__dict__[name] = make()
+        self.__dict__[name] = make(*self.__dict__.get("_made_of", ()))
         return self.__dict__[name]
 
 

@@ -141,7 +141,8 @@ class HostEngine:
         return sent
 
     def _count_bytes(self, counts: Sequence[int], row_bytes: int) -> None:
-        self.bytes_sent = [seen + count * row_bytes for seen, count in zip(self.bytes_sent, counts, strict=True)]
+        if any(counts):
+            self.bytes_sent = [seen + count * row_bytes for seen, count in zip(self.bytes_sent, counts, strict=True)]
 
     def _announced(self, counts: list[int], row: DispatchRow, layout: Layout) -> tuple[int, ...]:
         """The peers whose rows had better wait for their final place. COMPACT rows stand there once, one after the

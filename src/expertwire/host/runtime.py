@@ -122,7 +122,7 @@ class HostRuntime:
         self._first_patience = _CROWDED_PATIENCE if crowded else _FIRST_PATIENCE
         self.closed = False
         self.wait_s = [0.0] * self.num_ranks
-        self._told_itself: dict[Word, int] = {}  # words of this rank to itself
+        self._told_itself: dict[Word, tuple[int, int]] = {}  # epoch and count of words of this rank to itself
         self._halves: dict[str, list[Halves]] = {}
         self._excluded = [layout.word("excluded", peer) // 8 for peer in range(self.num_ranks)]
         self.bytes_of = [memoryview(window) for window in transport.windows]  # type: ignore[arg-type]
@@ -157,11 +157,10 @@ class HostRuntime:
 
     def publish(self, peer: int, word: Word, epoch: int, count: int = 0) -> None:
         """Set a word in the window of `peer` (release)."""
-        value = pack(epoch, count)
         if peer == self.rank:
-            self._told_itself[word] = value
+            self._told_itself[word] = epoch, count
         else:
-            self.kernels.publish(self._address(peer, word), value)
+            self.kernels.publish(self._address(peer, word), pack(epoch, count))
 
     def deliver(self, peer: int, segments: Segments, word: Word, epoch: int, count: int) -> None:
         """The rows of a put are written: set the word that vouches for them. Where `base[peer]` is the peer's window
@@ -170,8 +169,6 @@ class HostRuntime:
 
     def peek(self, word: Word) -> int:
         """The value of the own window's word now (acquire)."""
-        if word.writer == self.rank:
-            return self._told_itself.get(word, 0)
         return self.kernels.read_word(self._address(self.rank, word))
 
     def watch(self, word: Word, wanted: int, patience: tuple[int, int, int]) -> int:
@@ -235,25 +232,26 @@ class HostRuntime:
         """
         if self.closed:
             raise BufferClosed(f"rank {self.rank}: this buffer is closed; there is nothing left to send or receive")
-        heard = [ABSENT] * self.num_ranks
+        heard, own, masked = [ABSENT] * self.num_ranks, self.rank, self.masked
         for kind, peer, word, region, count, when in half:
-            if peer in self.masked:
+            if peer in masked:
                 continue
+            when += epoch
             if kind is Wait:
-                seen, signalled = unpack(self.peek(word))
-                if seen < epoch + when:
+                seen, signalled = self._told_itself[word] if peer == own else unpack(self.peek(word))
+                if seen < when:
                     since = self.clock() if since is None else since
-                    seen, signalled = unpack(self._wait(phase, word, epoch + when, since, asked))
+                    seen, signalled = unpack(self._wait(phase, word, when, since, asked))
                     if not seen:
                         continue
                 heard[peer] = signalled
             elif region is None:
-                self.publish(peer, word, epoch + when, count)
-            elif self._usable(peer):
+                self.publish(peer, word, when, count)
+            elif peer == own or self._usable(peer):
                 assert put is not None
                 if counts is not None:
                     count = counts[count]
-                self.deliver(peer, put(peer, region, count), word, epoch + when, count)
+                self.deliver(peer, put(peer, region, count), word, when, count)
         return heard
 
     def _wait(self, phase: str, word: Word, epoch: int, since: float, asked: Collection[int] | None) -> int:
