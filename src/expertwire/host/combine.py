@@ -81,7 +81,7 @@ def receive(
         return np.zeros(routing.slot_rank.shape, np.int64), brought, 0, needs_grad
     records = runtime.base[runtime.rank] + runtime.rows_at(region)
     table, missing, agrees = runtime.kernels.expected_rows(
-        routing.slot_rank, routing.is_last, rows == "token", brought, records, layout.combine_apart, row.stride
+        routing.slots, rows == "token", brought, records, layout.combine_apart, row.stride
     )
     assert agrees, f"combine brought {brought} rows, which is not what was dispatched"
     return table, brought, missing, needs_grad

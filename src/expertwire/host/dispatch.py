@@ -27,18 +27,16 @@ from expertwire.protocols.lane import Lane, ring
 class Routing(NamedTuple):
     """Where the selections of this rank's tokens go. Made from `topk_idx` alone; T tokens, K slots, R ranks.
 
-    slot_rank, slot_local [T, K] int32   rank and local expert of each slot, -1 = none
-    is_last [T, K] bool                  the slot is the highest of its token that its rank serves
-    offsets [R + 1], tokens              rank r gets tokens[offsets[r]:offsets[r + 1]]
-    rows_per_peer                        how many that are, per rank
-    weights [T, K] float32               all ones where the caller gave none (`weighted` False)
-    repeats, illegal                     selections that count as none: repeats of an expert, ids that are none
+    slots [3, T, K] int32     rank and local expert of each slot, -1 = none; 1 where it is the highest of its token that
+                              its rank serves
+    bounds [R + 1], tokens    rank r gets tokens[bounds[r]:bounds[r + 1]]
+    rows_per_peer             how many that are, per rank
+    weights [T, K] float32    all ones where the caller gave none (`weighted` False)
+    repeats, illegal          selections that count as none: repeats of an expert, ids that are none
     """
 
-    slot_rank: Array
-    slot_local: Array
-    is_last: Array
-    offsets: Array
+    slots: Array
+    bounds: list[int]
     tokens: Array
     rows_per_peer: list[int]
     weights: Array
@@ -48,10 +46,16 @@ class Routing(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        return int(self.slot_rank.shape[0])
+        return int(self.slots.shape[1])
+
+    @property
+    def slot_rank(self) -> Array:
+        """[T, K] the rank of each slot, -1 = none."""
+        ranks: Array = self.slots[0]
+        return ranks
 
     def tokens_for(self, peer: int) -> Array:
-        tokens: Array = self.tokens[self.offsets[peer] : self.offsets[peer + 1]]
+        tokens: Array = self.tokens[self.bounds[peer] : self.bounds[peer + 1]]
         return tokens
 
 
@@ -159,7 +163,7 @@ def send(
         if not cached:
             kernels.write_routing(
                 runtime.base[peer] + routing_at, routing.tokens_for(peer), peer,
-                routing.slot_rank, routing.slot_local, routing.weights,
+                routing.slots, routing.weights,
             )  # fmt: skip
         if runtime.hands_over:
             segments.append((first + row.stride * np.arange(count), row.stride))

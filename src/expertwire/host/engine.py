@@ -73,12 +73,13 @@ class HostEngine:
     def route(self, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None, *, distinct: bool) -> Routing:
         """Where the selections go; `distinct` drops a later slot that repeats an expert of its token."""
         ids, weighted = topk_idx if topk_idx.dtype is torch.int64 else topk_idx.long(), topk_weights is not None
-        slot_rank, slot_local, is_last, offsets, tokens, weights, repeats, illegal = self.kernels.route(
+        slots, offsets, tokens, weights, repeats, illegal = self.kernels.route(
             ids.data_ptr(), topk_weights.data_ptr() if topk_weights is not None else 0, ids.shape[0], self.num_topk,
             self.expert_rank, self.expert_local, self.num_ranks, distinct,
         )  # fmt: skip
-        per_peer = [last - first for first, last in pairwise(offsets.tolist())]
-        return Routing(slot_rank, slot_local, is_last, offsets, tokens, per_peer, weights, weighted, repeats, illegal)
+        bounds: list[int] = offsets.tolist()
+        per_peer = [last - first for first, last in pairwise(bounds)]
+        return Routing(slots, bounds, tokens, per_peer, weights, weighted, repeats, illegal)
 
     def encode(self, x: torch.Tensor, wire: WireFormat) -> WireRows:
         """Rows in their wire format. BF16 rows are not copied."""
@@ -150,6 +151,8 @@ class HostEngine:
         if layout is not Layout.COMPACT or self.runtime.mask_peers or self.runtime.hands_over:
             return ()
         least = self.announce_from_bytes
+        if max(counts) * row.data_bytes < least:
+            return ()
         return tuple(p for p, n in enumerate(counts) if n and p != self.rank and n * row.data_bytes >= least)
 
     # -- receive dispatch ----------------------------------------------------------------------------------------
