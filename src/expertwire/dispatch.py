@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +24,8 @@ from expertwire.host.runtime import Header
 from expertwire.layouts.receive import Layout
 
 
-class _Plan(NamedTuple):
+@dataclass(slots=True)
+class _Plan:
     """A dispatch whose arguments were checked. `wire` is None for opaque rows, which keep their `dtypes`."""
 
     handle: Handle

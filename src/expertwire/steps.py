@@ -6,7 +6,7 @@ Every rank makes the same steps in the same order, forward and backward passes a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 
@@ -20,7 +20,8 @@ from expertwire.host.runtime import Header
 from expertwire.protocols.lane import Lane
 
 
-class Sums(NamedTuple):
+@dataclass(slots=True)
+class Sums:
     """What combine brought: x [T, hidden], routed weights [T, K] or None, rows that masked ranks did not send."""
 
     x: torch.Tensor

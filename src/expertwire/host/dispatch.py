@@ -3,12 +3,15 @@ where there are many rows, straight to their place in the peer's output (`protoc
 
 Rows travel as raw bytes; what they mean is the wire format's business. A row of the own rank needs no trip through the
 window: unless the receive half is deferred, it is read where the caller keeps it.
+
+A call makes a record of each kind, so they are cheap ones: with slots, and not frozen.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -24,7 +27,8 @@ from expertwire.protocols.epoch_signal import REFUSED
 from expertwire.protocols.lane import Lane, ring
 
 
-class Routing(NamedTuple):
+@dataclass(slots=True)
+class Routing:
     """Where the selections of this rank's tokens go. Made from `topk_idx` alone; T tokens, K slots, R ranks.
 
     slots [3, T, K] int32     rank and local expert of each slot, -1 = none; 1 where it is the highest of its token that
@@ -59,7 +63,8 @@ class Routing(NamedTuple):
         return tokens
 
 
-class Arrivals(NamedTuple):
+@dataclass(slots=True)
+class Arrivals:
     """What arrived: m rows by source rank, then source token.
 
     rows_per_peer            how many came from each rank
@@ -90,7 +95,8 @@ class Arrivals(NamedTuple):
         return slots
 
 
-class WireRows(NamedTuple):
+@dataclass(slots=True)
+class WireRows:
     """Encoded rows of this rank: address of row 0, bytes per row, for payload and scale factors. `owner` keeps them."""
 
     payload: int
@@ -100,7 +106,8 @@ class WireRows(NamedTuple):
     owner: object
 
 
-class Sent(NamedTuple):
+@dataclass(slots=True)
+class Sent:
     """What a rank that receives at once still has to do with its own rows: place them, and put the announced ones to
     `announced` peers."""
 

@@ -8,10 +8,10 @@ from) -> `receive_combine` (sums).
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from operator import add
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -38,7 +38,8 @@ _dispatch_row = lru_cache(maxsize=64)(DispatchRow)
 _combine_row = lru_cache(maxsize=64)(CombineRow)
 
 
-class Received(NamedTuple):
+@dataclass(slots=True)
+class Received:
     """One dispatch as it arrived: [num_rows, ...] of payload and scale factors, in their places."""
 
     placed: Placed
@@ -182,7 +183,7 @@ class HostEngine:
         repeated = known.arrivals if known and not send_routing else None
         arrivals, records, needs_grad, meeting = dispatch.receive(runtime, lane, epoch, header, repeated, since)
         self.rows_received = [*map(add, self.rows_received, arrivals.rows_per_peer)]
-        placed = known._replace(arrivals=arrivals) if known else self._place(arrivals, arrangement)
+        placed = replace(known, arrivals=arrivals) if known else self._place(arrivals, arrangement)
         bank = lane.bank(epoch) if reuse_bank else None
         blank = zero_unused or bool(runtime.masked)
         direct = sent is not None and bool(meeting.coming) and placed.layout is Layout.COMPACT
