@@ -31,7 +31,7 @@ from expertwire.host.outputs import Outputs
 from expertwire.layouts.window import GUARD_BYTES, HEADER_BYTES, WindowLayout
 from expertwire.ordering.operations import Region, Wait, Word
 from expertwire.protocols.epoch_signal import REFUSED, pack, unpack
-from expertwire.protocols.lane import Lane
+from expertwire.protocols.lane import Lane, ring
 
 _GUARD = 0xA5
 _POISON = 0xFF
@@ -108,6 +108,7 @@ class HostRuntime:
         self.layout = layout
         self.transport = transport
         self.rank, self.num_ranks = transport.rank, transport.num_ranks
+        *self._peers, _ = ring(self.rank, self.num_ranks)
         self.timeout_s = timeout_s
         self.mask_peers = mask_peers
         self.debug_poison = debug_poison
@@ -311,8 +312,8 @@ class HostRuntime:
         and those of each peer. A peer's header lies at byte first + peer * apart."""
         own, any_flags, flags = self.bytes_of[self.rank], header.flags, {}
         length = 1 + len(header.settings)
-        for peer, count in enumerate(counts):
-            if count != ABSENT and peer != self.rank:
+        for peer in self._peers:
+            if counts[peer] != ABSENT:
                 at = first + peer * apart
                 seen = own[at : at + length].tobytes()
                 if not seen.endswith(header.settings):
@@ -325,8 +326,8 @@ class HostRuntime:
         self, phase: str, epoch: int, counts: list[int], first: int, apart: int, settings: bytes
     ) -> None:
         texts, (_, expected) = {}, Header.unpack(settings)
-        for peer, count in enumerate(counts):
-            if count == ABSENT or peer == self.rank:
+        for peer in self._peers:
+            if counts[peer] == ABSENT:
                 continue
             at = first + peer * apart
             seen, texts[peer] = Header.unpack(self.own[at + 1 : at + HEADER_BYTES].tobytes())
@@ -337,7 +338,7 @@ class HostRuntime:
                     f"{there}: this transport lets a signal overtake its data",
                     [peer],
                 )
-        refused = [peer for peer, count in enumerate(counts) if count == REFUSED]
+        refused = [peer for peer in texts if counts[peer] == REFUSED]
         if refused:
             reasons = "; ".join(texts[peer] for peer in refused)
             raise PeerRefused(
