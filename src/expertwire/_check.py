@@ -70,6 +70,10 @@ def shape(num_experts: Any, hidden: Any, num_topk: Any, num_max_tokens_per_rank:
 _device = lru_cache(torch.device)
 
 
+def _is_on(seen: torch.device, wanted: torch.device) -> bool:
+    return seen.type == wanted.type and wanted.index is None
+
+
 def _fits(shape: torch.Size, dims: tuple[int | None, ...]) -> bool:
     return len(shape) == len(dims) and not [d for d, n in zip(dims, shape, strict=True) if d is not None and d != n]
 
@@ -90,10 +94,8 @@ def tensor(
     elif dtypes is not None and value.dtype not in dtypes:
         names = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
         problem = f"have dtype {names}, got {str(value.dtype).removeprefix('torch.')}"
-    elif (seen := value.device) != (wanted := _device(device)) and (
-        wanted.index is not None or seen.type != wanted.type
-    ):
-        problem = f"be on the buffer's device {device!r}, got {str(seen)!r}"
+    elif value.device != _device(device) and not _is_on(value.device, _device(device)):
+        problem = f"be on the buffer's device {device!r}, got {str(value.device)!r}"
     elif value.layout is not torch.strided:
         problem = f"be a dense tensor, got {value.layout}"
     elif value.shape != dims and not _fits(value.shape, dims):

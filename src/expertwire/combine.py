@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +23,8 @@ from expertwire.layouts.receive import Layout
 from expertwire.steps import Sums
 
 
-class _Plan(NamedTuple):
+@dataclass(slots=True)
+class _Plan:
     """A combine whose arguments were checked."""
 
     handle: Handle
@@ -48,7 +50,7 @@ class Combiner:
     ) -> Combined:
         epoch = self._steps.combines.begin()
         try:
-            check_handle(self._context.rank, self._context.owner, handle)
+            check_handle(self._rank, self._context.owner, handle)
             plan = self._plan(epoch, x, handle, topk_weights, bias, reduce, wire)
         except BaseException as error:
             self._context.refuse(self._steps.combines, epoch, error)
@@ -144,7 +146,7 @@ class Combiner:
         """Dispatch `rows` [T, hidden] along the routing of `handle`, with `weights` [T, K] if given."""
         routing = handle._routing
         if weights is not None:
-            routing = routing._replace(weights=weights.contiguous().numpy())
+            routing = replace(routing, weights=weights.contiguous().numpy())
         epoch = self._steps.dispatches.begin()
         receive = self._steps.dispatch(
             epoch, routing, self._engine.encode(rows, BF16()),

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +23,8 @@ from expertwire.host.runtime import Header
 from expertwire.layouts.receive import Layout
 
 
-class _Plan(NamedTuple):
+@dataclass(slots=True)
+class _Plan:
     """A dispatch whose arguments were checked. `wire` is None for opaque rows, which keep their `dtypes`."""
 
     handle: Handle
@@ -62,7 +62,7 @@ class Dispatcher:
             layout = _check.dispatch_options(self._rank, layout, expert_alignment, counts, wire)
             if handle is None:
                 self._context.raise_if_full()
-                arrangement = Arrangement(layout, expert_alignment, counts == "device")
+                arrangement = _arrangement(layout, expert_alignment, counts == "device")
                 handle = self._new_handle(epoch, x, topk_idx, topk_weights, arrangement)
             else:
                 self._check_repeat(x, topk_idx, topk_weights, handle, zero_copy)
@@ -159,7 +159,7 @@ class Dispatcher:
             rows, dtypes = self._opaque_rows(x)
         else:
             wire = wire or BF16()
-            rows, dtypes = self._encoded_rows(x, wire)
+            rows, dtypes = self._encoded_rows(x, handle.num_tokens, wire)
         tracked = None if opaque else x
         needs_grad = torch.is_grad_enabled() and any_requires_grad(tracked, topk_weights)
         if needs_grad:
@@ -171,10 +171,10 @@ class Dispatcher:
         header = Header.make(epoch, f"{kind}, routing of dispatch {handle._number}", needs_grad=needs_grad)
         return _Plan(handle, rows, dtypes, wire, handle._arrangement, cached, header, tracked, topk_weights)
 
-    def _encoded_rows(self, x: Any, wire: WireFormat) -> tuple[WireRows, Dtypes]:
+    def _encoded_rows(self, x: Any, num_tokens: int, wire: WireFormat) -> tuple[WireRows, Dtypes]:
         hidden = self._settings.hidden
-        _check.tensor(self._rank, "x", x, (torch.bfloat16,), (x.shape[0], hidden), self._meaning)
-        _check.tokens(self._rank, "x", x.shape[0], self._settings.num_max_tokens_per_rank)
+        _check.tensor(self._rank, "x", x, (torch.bfloat16,), (num_tokens, hidden), self._meaning)
+        _check.tokens(self._rank, "x", num_tokens, self._settings.num_max_tokens_per_rank)
         return self._engine.encode(x, wire), (wire.payload_dtype, wire.sf_dtype)
 
     def _opaque_rows(self, x: Any) -> tuple[WireRows, Dtypes]:
@@ -192,28 +192,14 @@ class Dispatcher:
     # -- the record ----------------------------------------------------------------------------------------------
 
     def _fields(self, plan: _Plan, received: Received) -> dict[str, Any]:
-        """What is not read takes no time: routing and counts become tensors and lists when they are asked for."""
         placed = received.placed
-        arrivals, num_rows = placed.arrivals, placed.num_rows
         x, sf = self._typed(plan, received)
-        compact, weighted = placed.layout is Layout.COMPACT, plan.routing.weighted
-        on_host = not plan.arrangement.fixed_size
-        lazy: dict[str, Callable[[], Any]] = {
-            "topk_idx": lambda: _padded(arrivals.topk_idx, num_rows, -1) if compact else None,
-            "topk_weights": lambda: _padded(arrivals.weights, num_rows, 0) if compact and weighted else None,
-            "row_source": lambda: None if compact else torch.from_numpy(placed.row_source()).view(*x.shape[:-1], 3),
-            "expert_offsets": lambda: None if compact else _int32(placed.offsets),
-            "num_tokens_per_expert": lambda: _int32(placed.counts),
-            "num_padded_tokens_per_expert": lambda: _int32(placed.padded_counts),
-            "num_tokens_per_rank": lambda: torch.tensor(arrivals.rows_per_peer, dtype=torch.int32),
-            "num_tokens_per_expert_list": lambda: placed.counts.tolist() if on_host else None,
-            "num_padded_tokens_per_expert_list": lambda: placed.padded_counts.tolist() if on_host else None,
-            "num_tokens_per_rank_list": lambda: arrivals.rows_per_peer if on_host else None,
-        }
-        fields: dict[str, Any] = {"missing_ranks": self._engine.runtime.masked_ranks, "_later": SimpleNamespace(**lazy)}
+        later = _Later(placed, plan.routing.weighted, not plan.arrangement.fixed_size, x)
+        fields: dict[str, Any] = {"missing_ranks": self._engine.runtime.masked_ranks, "_later": later}
         if received.needs_grad:
-            x, fields["topk_weights"] = self._tie(plan, placed, x, lazy["topk_weights"]())
-        return fields | {"x": x, "sf": sf}
+            x, fields["topk_weights"] = self._tie(plan, placed, x, later.topk_weights())
+        fields["x"], fields["sf"] = x, sf
+        return fields
 
     def _typed(self, plan: _Plan, received: Received) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What was received as the caller wants it: decoded, in the shape of the layout."""
@@ -263,6 +249,10 @@ def _kind(name: str, payload_bytes: int, sf_bytes: int, weighted: bool, distinct
     return f"{name} rows of {payload_bytes}+{sf_bytes} bytes, weights={weighted}, distinct={distinct}"
 
 
+# The same few again and again.
+_arrangement = lru_cache(maxsize=256)(Arrangement)
+
+
 def _int32(values: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(values.astype(np.int32))
 
@@ -274,3 +264,45 @@ def _padded(values: np.ndarray, num_rows: int, filler: int) -> torch.Tensor:
     found = np.full((num_rows, values.shape[1]), filler, values.dtype)
     found[: len(values)] = values
     return torch.from_numpy(found)
+
+
+class _Later:
+    """Makes tensors and lists of routing and counts when they are asked for: what is not read takes no time."""
+
+    def __init__(self, placed: Placed, weighted: bool, on_host: bool, x: torch.Tensor) -> None:
+        self._placed, self._weighted, self._on_host, self._x = placed, weighted, on_host, x
+        self._compact = placed.layout is Layout.COMPACT
+
+    def topk_idx(self) -> torch.Tensor | None:
+        return _padded(self._placed.arrivals.topk_idx, self._placed.num_rows, -1) if self._compact else None
+
+    def topk_weights(self) -> torch.Tensor | None:
+        if not self._compact or not self._weighted:
+            return None
+        return _padded(self._placed.arrivals.weights, self._placed.num_rows, 0)
+
+    def row_source(self) -> torch.Tensor | None:
+        if self._compact:
+            return None
+        return torch.from_numpy(self._placed.row_source()).view(*self._x.shape[:-1], 3)
+
+    def expert_offsets(self) -> torch.Tensor | None:
+        return None if self._compact else _int32(self._placed.offsets)
+
+    def num_tokens_per_expert(self) -> torch.Tensor:
+        return _int32(self._placed.counts)
+
+    def num_padded_tokens_per_expert(self) -> torch.Tensor:
+        return _int32(self._placed.padded_counts)
+
+    def num_tokens_per_rank(self) -> torch.Tensor:
+        return torch.tensor(self._placed.arrivals.rows_per_peer, dtype=torch.int32)
+
+    def num_tokens_per_expert_list(self) -> list[int] | None:
+        return self._placed.counts.tolist() if self._on_host else None
+
+    def num_padded_tokens_per_expert_list(self) -> list[int] | None:
+        return self._placed.padded_counts.tolist() if self._on_host else None
+
+    def num_tokens_per_rank_list(self) -> list[int] | None:
+        return list(self._placed.arrivals.rows_per_peer) if self._on_host else None

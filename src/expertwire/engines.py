@@ -10,6 +10,7 @@ import torch
 from expertwire.errors import InvalidArgument, TransportUnavailable
 from expertwire.host import kernels
 from expertwire.host.engine import HostEngine
+from expertwire.host.halves import acts
 from expertwire.host.remote import RemoteRuntime
 from expertwire.host.runtime import HostRuntime
 from expertwire.layouts.window import WindowLayout
@@ -157,7 +158,7 @@ def host_engine(
     )
     try:
         group.all_gather(None)  # nobody signals into a window that its owner is still filling with poison
-        runtime.run("creation barrier", barrier(group.rank, 1, group.num_ranks))
+        runtime.run("creation barrier", acts(barrier(group.rank, 1, group.num_ranks)))
     except BaseException:
         runtime.close()
         raise

@@ -6,8 +6,7 @@ Every rank makes the same steps in the same order, forward and backward passes a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 
@@ -18,11 +17,11 @@ from expertwire.host.dispatch import Routing, WireRows, refuse
 from expertwire.host.engine import Dtypes, HostEngine, Received
 from expertwire.host.placed import Arrangement, Placed
 from expertwire.host.runtime import Header
-from expertwire.protocols import lane as protocol
 from expertwire.protocols.lane import Lane
 
 
-class Sums(NamedTuple):
+@dataclass(slots=True)
+class Sums:
     """What combine brought: x [T, hidden], routed weights [T, K] or None, rows that masked ranks did not send."""
 
     x: torch.Tensor
@@ -69,22 +68,6 @@ class LaneSteps:
         self.epoch = epoch - 1
 
 
-class _Fatal:
-    """A context in which any error leaves the ranks out of step: it is remembered as the `failure` of the steps."""
-
-    def __init__(self, steps: Steps) -> None:
-        self._steps = steps
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None:
-            self._steps.failure = error
-
-
 class Steps:
     """The collective steps of one buffer. After an error in the middle of a step, `failure` says which."""
 
@@ -93,7 +76,6 @@ class Steps:
         self.dispatches = LaneSteps(engine.dispatch_lane, engine.rank)
         self.combines = LaneSteps(engine.combine_lane, engine.rank)
         self.failure: BaseException | None = None
-        self._fatal = _Fatal(self)
 
     def synchronize(self) -> None:
         """Calls are done when they return."""
@@ -101,8 +83,11 @@ class Steps:
     def refuse(self, steps: LaneSteps, epoch: int, reason: str) -> None:
         """This rank's arguments are illegal: declare the step void on all ranks."""
         self._settle(steps)
-        with self._fatal:
+        try:
             refuse(self.engine.runtime, steps.lane, epoch, reason)
+        except BaseException as error:
+            self.failure = error
+            raise
         steps.end(epoch)
         steps.void.append(epoch)
 
@@ -111,22 +96,30 @@ class Steps:
         rows could land on those of a later step. Not done in `refuse`, which waits for nobody."""
         while steps.void:
             epoch, runtime = steps.void.pop(), self.engine.runtime
-            step = protocol.receive(steps.lane, runtime.rank, epoch, runtime.num_ranks)
-            with self._fatal:
-                runtime.run(f"{steps.lane.name} receive", step)
+            try:
+                runtime.run(f"{steps.lane.name} receive", runtime.halves(steps.lane, epoch).receive, epoch=epoch)
+            except BaseException as error:
+                self.failure = error
+                raise
             (self.end_dispatch if steps is self.dispatches else self.end_combine)(epoch)
 
     def end_dispatch(self, epoch: int) -> None:
         """The windows of this step may be reused; after close() there are none."""
         if self.engine.runtime.closed:
             return
-        with self._fatal:
+        try:
             self.engine.finish_dispatch(epoch)
+        except BaseException as error:
+            self.failure = error
+            raise
         self.dispatches.end(epoch)
 
     def end_combine(self, epoch: int) -> None:
-        with self._fatal:
+        try:
             self.engine.finish_combine(epoch)
+        except BaseException as error:
+            self.failure = error
+            raise
         self.combines.end(epoch)
 
     def dispatch(
@@ -149,17 +142,20 @@ class Steps:
         if self.dispatches.void:
             self._settle(self.dispatches)
         row = self.engine.dispatch_row(rows.payload_bytes, rows.sf_bytes)
-        with self._fatal:
+        try:
             sent = self.engine.send_dispatch(
                 epoch, routing, rows, row, header, arrangement.layout, cached=not send_routing, defers=defers
             )
+        except BaseException as error:
+            self.failure = error
+            raise
 
         def receive() -> Received:
             try:
                 received = self.engine.receive_dispatch(
                     epoch,
                     row,
-                    header.settings,
+                    header,
                     arrangement,
                     known=known,
                     send_routing=send_routing,
@@ -198,10 +194,13 @@ class Steps:
         """Send y back along `placed`; the result receives and sums. `weighted` by the weights of `routing`."""
         if self.combines.void:
             self._settle(self.combines)
-        with self._fatal:
+        try:
             outgoing, keep = self.engine.send_combine(
                 epoch, y, placed, header, wire, rows=rows, weighted=weighted, weights=weights, keep_own=keep_own
             )
+        except BaseException as error:
+            self.failure = error
+            raise
 
         def receive() -> Sums:
             nonlocal keep
@@ -209,7 +208,7 @@ class Steps:
                 x, returned, num_missing, needs_grad = self.engine.receive_combine(
                     epoch,
                     routing,
-                    header.settings,
+                    header,
                     wire,
                     rows=rows,
                     weighted=weighted and rows == "token",

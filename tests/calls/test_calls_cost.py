@@ -10,7 +10,7 @@ from small_buffer import make
 import expertwire as ew
 from expertwire.host.kernels import numba_missing
 
-TRIPS, MOST_CALLS = 20, 330  # 309 on Python 3.11
+TRIPS, MOST_CALLS = 20, 230  # 214 on Python 3.11
 
 
 def calls_per_round_trip(rank, wire):

@@ -110,8 +110,8 @@ def reduce_rows(kernels, rows, weights=None, biases=(), present=None, stream=Fal
     return out
 
 
-def write_routing(kernels, num_rows, tokens, rank, slot_rank, slot_local, weights):
+def write_routing(kernels, num_rows, tokens, rank, slots, weights):
     """int32 [num_rows, 2 * K + 1]; the weights among them are float32."""
-    routing = torch.full((num_rows, 2 * slot_rank.shape[1] + 1), 7, dtype=torch.int32)
-    kernels.write_routing(routing.data_ptr(), tokens, rank, slot_rank, slot_local, weights)
+    routing = torch.full((num_rows, 2 * slots.shape[2] + 1), 7, dtype=torch.int32)
+    kernels.write_routing(routing.data_ptr(), tokens, rank, slots, weights)
     return routing

@@ -88,13 +88,13 @@ def test_routing(both, seed):
     same(results[0], results[2])
     same(results[1], results[3])
 
-    slot_rank, slot_local, is_last, offsets, tokens, _, _, _ = results[1][1]
+    slots, offsets, tokens, _, _, _ = results[1][1]
     brought = rng.integers(-1, 3, num_ranks)
     for per_token in (False, True):
-        same(*[engine.expected_rows(slot_rank, is_last, per_token, brought, 4096, 1 << 20, 24) for engine in both])
+        same(*[engine.expected_rows(slots, per_token, brought, 4096, 1 << 20, 24) for engine in both])
     for rank in range(num_ranks):
         mine = tokens[offsets[rank] : offsets[rank + 1]]
-        records = [write_routing(engine, len(mine), mine, rank, slot_rank, slot_local, weights) for engine in both]
+        records = [write_routing(engine, len(mine), mine, rank, slots, weights) for engine in both]
         same(*records)
         all_rows = np.array([0, len(mine)])
         reads = [engine.read_routing(records[0].data_ptr(), 0, all_rows, num_topk) for engine in both]

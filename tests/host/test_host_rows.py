@@ -20,14 +20,14 @@ def ids(rows):
 def route(engine, topk_idx, expert_rank=(0, 0, 1, 1), expert_local=(0, 1, 0, 1), num_ranks=2, distinct=False):
     as_int32 = [np.array(table, np.int32) for table in (expert_rank, expert_local)]
     parts = routed(engine, ids(topk_idx), *as_int32, num_ranks, distinct)
-    return [part.tolist() if isinstance(part, np.ndarray) else part for part in (*parts[:5], *parts[6:])]
+    return [part.tolist() if isinstance(part, np.ndarray) else part for part in (*parts[0], *parts[1:3], *parts[4:])]
 
 
 def test_route_docstring_example(engine):
     slot_rank, slot_local, is_last, offsets, tokens, repeats, illegal = route(engine, [[0, 2], [1, 0], [-1, 3]])
     assert slot_rank == [[0, 1], [0, 0], [-1, 1]]
     assert slot_local == [[0, 0], [1, 0], [-1, 1]]
-    assert is_last == [[True, True], [False, True], [False, True]]
+    assert is_last == [[1, 1], [0, 1], [0, 1]]
     assert (offsets, tokens, repeats, illegal) == ([0, 2, 4], [0, 1, 0, 2], 0, 0)
 
 
@@ -35,22 +35,22 @@ def test_route_with_repeats_and_a_rank_without_experts(engine):
     topk_idx = [[2, 2, 0], [0, -1, 0], [-1, -1, -1]]
     slot_rank, slot_local, is_last, offsets, tokens, repeats, illegal = route(engine, topk_idx, (0, 0, 2), (0, 1, 0), 3)
     assert slot_rank == [[2, 2, 0], [0, -1, 0], [-1, -1, -1]]
-    assert is_last == [[False, True, True], [False, False, True], [False] * 3]
+    assert is_last == [[0, 1, 1], [0, 0, 1], [0] * 3]
     assert (offsets, tokens, repeats, illegal) == ([0, 2, 2, 3], [0, 1, 0], 0, 0)
     slot_rank, slot_local, is_last, offsets, tokens, repeats, illegal = route(
         engine, topk_idx, (0, 0, 2), (0, 1, 0), 3, True
     )
     assert slot_rank == [[2, -1, 0], [0, -1, -1], [-1, -1, -1]]
     assert slot_local == [[0, -1, 0], [0, -1, -1], [-1, -1, -1]]
-    assert is_last == [[True, False, True], [True, False, False], [False] * 3]
+    assert is_last == [[1, 0, 1], [1, 0, 0], [0] * 3]
     assert (offsets, tokens, repeats, illegal) == ([0, 2, 2, 3], [0, 1, 0], 2, 0)
 
 
 def test_route_of_no_tokens(engine):
-    slot_rank, _, _, offsets, tokens, shares, repeats, illegal = routed(
+    slots, offsets, tokens, shares, repeats, illegal = routed(
         engine, np.empty((0, 4), np.int64), np.zeros(3, np.int32), np.arange(3, dtype=np.int32), 2, True
     )
-    assert slot_rank.shape == shares.shape == (0, 4)
+    assert (slots.shape, shares.shape) == ((3, 0, 4), (0, 4))
     assert (offsets.tolist(), tokens.tolist(), repeats, illegal) == ([0, 0, 0], [], 0, 0)
 
 
@@ -62,17 +62,17 @@ def test_a_route_counts_ids_that_are_none(engine):
 
 def test_types_of_a_route(engine):
     parts = routed(engine, ids([[0, 1]]), np.zeros(2, np.int32), np.arange(2, dtype=np.int32), 1, False)
-    assert [p.dtype for p in parts[:6]] == [np.int32, np.int32, np.bool_, np.int64, np.int32, np.float32]
+    assert [p.dtype for p in parts[:4]] == [np.int32, np.int64, np.int32, np.float32]
 
 
 def test_a_route_copies_the_weights(engine):
     """The caller may overwrite them; without any, all are ones."""
     weights = np.array([[0.5, 2.0]], np.float32)
     tables = np.zeros(2, np.int32), np.arange(2, dtype=np.int32)
-    shares = routed(engine, ids([[0, 1]]), *tables, 1, False, weights)[5]
+    shares = routed(engine, ids([[0, 1]]), *tables, 1, False, weights)[3]
     weights[:] = 7
     assert shares.tolist() == [[0.5, 2.0]]
-    assert routed(engine, ids([[0, 1]]), *tables, 1, False)[5].tolist() == [[1.0, 1.0]]
+    assert routed(engine, ids([[0, 1]]), *tables, 1, False)[3].tolist() == [[1.0, 1.0]]
 
 
 def test_first_illegal_and_first_repeat(engine):
@@ -140,23 +140,23 @@ def test_move_rows_touches_its_bytes_only(engine, num_bytes, offset, stream):
 
 
 def test_routing_docstring_example(engine):
-    slot_rank, slot_local = np.full((6, 2), -1, np.int32), np.full((6, 2), -1, np.int32)
-    slot_rank[5], slot_local[5] = [1, 0], [3, 4]
+    slots = np.full((3, 6, 2), -1, np.int32)
+    slots[:2, 5] = [1, 0], [3, 4]
     weights = np.full((6, 2), [0.5, 2.0], np.float32)
-    words = write_routing(engine, 1, np.array([5], np.int32), 1, slot_rank, slot_local, weights)[0]
+    words = write_routing(engine, 1, np.array([5], np.int32), 1, slots, weights)[0]
     assert words[[0, 1, 4]].tolist() == [3, -1, 5]
     assert words[2:4].view(torch.float32).tolist() == [0.5, 0.0]
 
 
 def test_routing_of_two_ranks(engine):
     """Two rows of rank 0 and one of rank 1, whose routing begins 100 bytes further."""
-    slot_rank = np.array([[1, 0, 1], [0, 0, 0], [-1, 1, 0]], np.int32)
-    slot_local = np.array([[5, 6, 7], [1, 2, 3], [-1, 4, 0]], np.int32)
+    ranks, experts = [[1, 0, 1], [0, 0, 0], [-1, 1, 0]], [[5, 6, 7], [1, 2, 3], [-1, 4, 0]]
+    slots = np.array([ranks, experts, np.zeros((3, 3))], np.int32)
     weights = np.array([[0.5, 0.25, 2.0], [1.0, 1.0, 1.0], [3.0, 4.0, 5.0]], np.float32)
     memory = torch.full((50,), 7, dtype=torch.int32)
     for first, tokens in ((0, [2, 0]), (25, [0])):
         at = memory[first:].data_ptr()
-        engine.write_routing(at, np.array(tokens, np.int32), 1, slot_rank, slot_local, weights)
+        engine.write_routing(at, np.array(tokens, np.int32), 1, slots, weights)
     assert (memory[14:25] == 7).all()
     assert (memory[32:] == 7).all()
     topk_idx, shares, tokens = engine.read_routing(memory.data_ptr(), 100, ids([0, 2, 3]), 3)
@@ -212,13 +212,13 @@ def test_outgoing_rows(engine):
 )
 def test_expected_rows(engine, per_token, table, brought):
     """Records of 10 bytes from 1000 on; rank 1 is masked. Token 0 names rank 0 twice, token 1 ranks 1 and 2."""
-    slot_rank = np.array([[0, 0], [1, 2]], np.int32)
-    is_last = np.array([[False, True], [True, True]])
-    seen = engine.expected_rows(slot_rank, is_last, per_token, ids(brought), 1000, 0, 10)
+    slots = np.array([[[0, 0], [1, 2]], [[0, 1], [0, 0]], [[0, 1], [1, 1]]], np.int32)
+    seen = engine.expected_rows(slots, per_token, ids(brought), 1000, 0, 10)
     assert (seen[0].tolist(), seen[1], seen[2]) == (table, 1, True)
     for wrong in ([3, -1, 1], [0, -1, 1], [brought[0], -1, 0]):
-        assert engine.expected_rows(slot_rank, is_last, per_token, ids(wrong), 1000, 0, 10)[2] is False
-    nothing = engine.expected_rows(np.full((1, 2), -1, np.int32), is_last[:1], per_token, ids([0, -1, 0]), 1000, 0, 10)
+        assert engine.expected_rows(slots, per_token, ids(wrong), 1000, 0, 10)[2] is False
+    slots = np.array([[[-1, -1]], [[-1, -1]], [[0, 0]]], np.int32)
+    nothing = engine.expected_rows(slots, per_token, ids([0, -1, 0]), 1000, 0, 10)
     assert nothing[1:] == (0, True)
 
 

@@ -17,7 +17,6 @@ from expertwire.host.runtime import NEEDS_GRAD, Header, HostRuntime, Segments
 from expertwire.layouts.rows import CombineRow
 from expertwire.layouts.window import HEADER_BYTES
 from expertwire.ordering.operations import Region
-from expertwire.protocols import lane as protocol
 from expertwire.protocols.lane import Lane
 
 Rows = Literal["token", "rank", "none"]  # what travels: a row per (token, slot), one per (token, rank), weights alone
@@ -64,25 +63,25 @@ def send(
             segments += runtime.scatter(peer, weight_cells[mine], tokens, first + row.weight, row.stride, 4, 0)
         return segments
 
-    runtime.run("combine send", protocol.send(lane, runtime.rank, epoch, counts), put)
+    runtime.run("combine send", runtime.halves(lane, epoch).send, put, epoch=epoch, counts=counts)
 
 
 def receive(
-    runtime: HostRuntime, lane: Lane, epoch: int, routing: Routing, row: CombineRow, settings: bytes, rows: Rows
+    runtime: HostRuntime, lane: Lane, epoch: int, routing: Routing, row: CombineRow, header: Header, rows: Rows
 ) -> tuple[Array, Array, int, bool]:
-    """Receive half: the address of each record in the own window [T, K], 0 = no row; how many rows each rank
-    brought [R], -1 for masked ones; how many rows are missing for that reason; and whether any rank needs gradients.
+    """Receive half: the address of each record in the own window [T, K], 0 = no row; how many rows each rank brought
+    [R], ABSENT for masked ones; how many rows are missing for that reason; and whether any rank needs gradients.
     """
     layout, region = runtime.layout, lane.rows(epoch, 0)
-    counts = runtime.run("combine receive", protocol.receive(lane, runtime.rank, epoch, runtime.num_ranks))
-    flags, _ = runtime.check_headers("combine", epoch, counts, runtime.header_at(region), HEADER_BYTES, settings)
+    counts = runtime.run("combine receive", runtime.halves(lane, epoch).receive, epoch=epoch)
+    flags, _ = runtime.check_headers("combine", epoch, counts, runtime.header_at(region), HEADER_BYTES, header)
     needs_grad = bool(flags & NEEDS_GRAD)
-    brought = np.array([counts.get(peer, -1) for peer in range(runtime.num_ranks)], np.int64)
+    brought = np.array(counts, np.int64)
     if rows == "none":
         return np.zeros(routing.slot_rank.shape, np.int64), brought, 0, needs_grad
     records = runtime.base[runtime.rank] + runtime.rows_at(region)
     table, missing, agrees = runtime.kernels.expected_rows(
-        routing.slot_rank, routing.is_last, rows == "token", brought, records, layout.combine_apart, row.stride
+        routing.slots, rows == "token", brought, records, layout.combine_apart, row.stride
     )
     assert agrees, f"combine brought {brought} rows, which is not what was dispatched"
     return table, brought, missing, needs_grad

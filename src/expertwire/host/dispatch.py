@@ -3,42 +3,44 @@ where there are many rows, straight to their place in the peer's output (`protoc
 
 Rows travel as raw bytes; what they mean is the wire format's business. A row of the own rank needs no trip through the
 window: unless the receive half is deferred, it is read where the caller keeps it.
+
+A call makes a record of each kind, so they are cheap ones: with slots, and not frozen.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, pairwise
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 
+from expertwire.host.halves import acts
 from expertwire.host.kernels import Array
-from expertwire.host.runtime import ANNOUNCES, DEFERS, NEEDS_GRAD, Header, HostRuntime, Segments
+from expertwire.host.runtime import ABSENT, ANNOUNCES, DEFERS, NEEDS_GRAD, Header, HostRuntime, Segments
 from expertwire.layouts.rows import DispatchRow, routing_bytes
 from expertwire.ordering.operations import Region
-from expertwire.protocols import lane as protocol
 from expertwire.protocols import rendezvous
 from expertwire.protocols.epoch_signal import REFUSED
 from expertwire.protocols.lane import Lane, ring
 
 
-class Routing(NamedTuple):
+@dataclass(slots=True)
+class Routing:
     """Where the selections of this rank's tokens go. Made from `topk_idx` alone; T tokens, K slots, R ranks.
 
-    slot_rank, slot_local [T, K] int32   rank and local expert of each slot, -1 = none
-    is_last [T, K] bool                  the slot is the highest of its token that its rank serves
-    offsets [R + 1], tokens              rank r gets tokens[offsets[r]:offsets[r + 1]]
-    rows_per_peer                        how many that are, per rank
-    weights [T, K] float32               all ones where the caller gave none (`weighted` False)
-    repeats, illegal                     selections that count as none: repeats of an expert, ids that are none
+    slots [3, T, K] int32     rank and local expert of each slot, -1 = none; 1 where it is the highest of its token that
+                              its rank serves
+    bounds [R + 1], tokens    rank r gets tokens[bounds[r]:bounds[r + 1]]
+    rows_per_peer             how many that are, per rank
+    weights [T, K] float32    all ones where the caller gave none (`weighted` False)
+    repeats, illegal          selections that count as none: repeats of an expert, ids that are none
     """
 
-    slot_rank: Array
-    slot_local: Array
-    is_last: Array
-    offsets: Array
+    slots: Array
+    bounds: list[int]
     tokens: Array
     rows_per_peer: list[int]
     weights: Array
@@ -48,22 +50,31 @@ class Routing(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        return int(self.slot_rank.shape[0])
+        return int(self.slots.shape[1])
+
+    @property
+    def slot_rank(self) -> Array:
+        """[T, K] the rank of each slot, -1 = none."""
+        ranks: Array = self.slots[0]
+        return ranks
 
     def tokens_for(self, peer: int) -> Array:
-        tokens: Array = self.tokens[self.offsets[peer] : self.offsets[peer + 1]]
+        tokens: Array = self.tokens[self.bounds[peer] : self.bounds[peer + 1]]
         return tokens
 
 
-class Arrivals(NamedTuple):
+@dataclass(slots=True)
+class Arrivals:
     """What arrived: m rows by source rank, then source token.
 
+    rows_per_peer            how many came from each rank
     bounds, offsets [R + 1]  rows offsets[s]:offsets[s + 1] come from rank s; once as a list, once for kernels
     topk_idx [m, K] int32    local expert ids, -1 for experts elsewhere
     weights [m, K] float32   0 where topk_idx is -1
     tokens [m] int32         token index on the source rank
     """
 
+    rows_per_peer: list[int]
     bounds: list[int]
     offsets: Array
     topk_idx: Array
@@ -73,10 +84,6 @@ class Arrivals(NamedTuple):
     @property
     def num_rows(self) -> int:
         return self.bounds[-1]
-
-    @property
-    def rows_per_peer(self) -> list[int]:
-        return [end - first for first, end in pairwise(self.bounds)]
 
     def rows_from(self, peer: int) -> slice:
         return slice(self.bounds[peer], self.bounds[peer + 1])
@@ -88,7 +95,8 @@ class Arrivals(NamedTuple):
         return slots
 
 
-class WireRows(NamedTuple):
+@dataclass(slots=True)
+class WireRows:
     """Encoded rows of this rank: address of row 0, bytes per row, for payload and scale factors. `owner` keeps them."""
 
     payload: int
@@ -98,7 +106,8 @@ class WireRows(NamedTuple):
     owner: object
 
 
-class Sent(NamedTuple):
+@dataclass(slots=True)
+class Sent:
     """What a rank that receives at once still has to do with its own rows: place them, and put the announced ones to
     `announced` peers."""
 
@@ -157,18 +166,18 @@ def send(
         if not later and (defers or peer != runtime.rank):
             records = runtime.base[peer] + first
             _put_rows(runtime, routing, sent.rows, peer, records, records + row.sf, (row.stride, row.stride))
-        routing_at = layout.dispatch_routing(region.bank, region.writer)
+        routing_at = runtime.routing_at(region)
         if not cached:
             kernels.write_routing(
                 runtime.base[peer] + routing_at, routing.tokens_for(peer), peer,
-                routing.slot_rank, routing.slot_local, routing.weights,
+                routing.slots, routing.weights,
             )  # fmt: skip
         if runtime.hands_over:
             segments.append((first + row.stride * np.arange(count), row.stride))
             segments.append((np.array([routing_at]), count * routing_bytes(layout.num_topk)))
         return segments
 
-    runtime.run("dispatch send", protocol.send(lane, runtime.rank, epoch, routing.rows_per_peer), put)
+    runtime.run("dispatch send", runtime.halves(lane, epoch).send, put, epoch=epoch, counts=routing.rows_per_peer)
 
 
 def refuse(runtime: HostRuntime, lane: Lane, epoch: int, reason: str) -> None:
@@ -179,11 +188,11 @@ def refuse(runtime: HostRuntime, lane: Lane, epoch: int, reason: str) -> None:
         return runtime.write_header(peer, runtime.header_at(region), *header)
 
     counts = [REFUSED] * runtime.num_ranks
-    runtime.run(f"{lane.name} send", protocol.send(lane, runtime.rank, epoch, counts), put)
+    runtime.run(f"{lane.name} send", runtime.halves(lane, epoch).send, put, epoch=epoch, counts=counts)
 
 
 def receive(
-    runtime: HostRuntime, lane: Lane, epoch: int, settings: bytes, known: Arrivals | None, since: float
+    runtime: HostRuntime, lane: Lane, epoch: int, header: Header, known: Arrivals | None, since: float
 ) -> tuple[Arrivals, list[int], bool, Meeting]:
     """Receive half, up to where every row has a place: what arrived; the address of each writer's first record in the
     own window (0 where the writer is masked); whether any rank needs gradients; and which rows are still to come.
@@ -191,21 +200,23 @@ def receive(
     With `known` (cached dispatch) the routing is taken from there. Time-outs count from `since`.
     """
     layout, num_ranks = runtime.layout, runtime.num_ranks
-    counts = runtime.run("dispatch receive", protocol.receive(lane, runtime.rank, epoch, num_ranks), since=since)
+    counts = runtime.run("dispatch receive", runtime.halves(lane, epoch).receive, epoch=epoch, since=since)
     own, apart, region = runtime.base[runtime.rank], layout.dispatch_apart, lane.rows(epoch, 0)
-    any_flags, flags = runtime.check_headers("dispatch", epoch, counts, runtime.header_at(region), apart, settings)
-    present = [counts.get(peer, 0) for peer in range(num_ranks)]
+    any_flags, flags = runtime.check_headers("dispatch", epoch, counts, runtime.header_at(region), apart, header)
+    first = own + runtime.rows_at(region)
+    present, records = counts, list(range(first, first + num_ranks * apart, apart))
+    if runtime.masked:
+        present = [max(count, 0) for count in counts]
+        records = [0 if count == ABSENT else at for at, count in zip(records, counts, strict=True)]
     arrivals = known
     if arrivals is None:
         bounds = [*accumulate(present, initial=0)]
         offsets = np.array(bounds, np.int64)
-        routing_at = own + layout.dispatch_routing(region.bank, 0)
-        arrivals = Arrivals(bounds, offsets, *runtime.kernels.read_routing(routing_at, apart, offsets, layout.num_topk))
+        routing = runtime.kernels.read_routing(own + runtime.routing_at(region), apart, offsets, layout.num_topk)
+        arrivals = Arrivals(present, bounds, offsets, *routing)
     else:
         rows = arrivals.rows_per_peer
         assert all(seen in (0, n) for seen, n in zip(present, rows, strict=True)), f"{present} cached rows, not {rows}"
-    first = own + runtime.rows_at(region)
-    records = [first + peer * apart if peer in counts else 0 for peer in range(num_ranks)]
     meeting = NO_MEETING
     if any_flags & (ANNOUNCES | DEFERS):
         coming = {peer: counts[peer] for peer, flag in flags.items() if flag & ANNOUNCES}
@@ -240,10 +251,11 @@ def meet(
     counts = sent.routing.rows_per_peer
     leaving = {peer: counts[peer] for peer in ring(runtime.rank, runtime.num_ranks) if peer in sent.announced}
     step = rendezvous.meet(lane, runtime.rank, epoch, meeting.coming, leaving, meeting.deferring)
-    runtime.run("dispatch receive", step, put, since=since, asked=[p for p in leaving if p not in meeting.deferring])
+    asked = [peer for peer in leaving if peer not in meeting.deferring]
+    runtime.run("dispatch receive", acts(step), put, since=since, asked=asked)
 
 
 def land(runtime: HostRuntime, lane: Lane, epoch: int, meeting: Meeting, since: float) -> None:
     """Wait until the rows that were announced have come."""
     step = rendezvous.land(lane, epoch, meeting.coming)
-    runtime.run("dispatch receive", step, since=since, asked=meeting.coming)
+    runtime.run("dispatch receive", acts(step), since=since, asked=meeting.coming)

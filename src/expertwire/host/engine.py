@@ -8,9 +8,10 @@ from) -> `receive_combine` (sums).
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple
+from operator import add
 
 import numpy as np
 import torch
@@ -25,7 +26,6 @@ from expertwire.host.pool import Pool
 from expertwire.host.runtime import Header, HostRuntime
 from expertwire.layouts.receive import Layout, worst_case_rows
 from expertwire.layouts.rows import CombineRow, DispatchRow
-from expertwire.protocols import lane as protocol
 from expertwire.protocols.lane import Lane
 from expertwire.topology import Placement
 
@@ -38,7 +38,8 @@ _dispatch_row = lru_cache(maxsize=64)(DispatchRow)
 _combine_row = lru_cache(maxsize=64)(CombineRow)
 
 
-class Received(NamedTuple):
+@dataclass(slots=True)
+class Received:
     """One dispatch as it arrived: [num_rows, ...] of payload and scale factors, in their places."""
 
     placed: Placed
@@ -73,12 +74,13 @@ class HostEngine:
     def route(self, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None, *, distinct: bool) -> Routing:
         """Where the selections go; `distinct` drops a later slot that repeats an expert of its token."""
         ids, weighted = topk_idx if topk_idx.dtype is torch.int64 else topk_idx.long(), topk_weights is not None
-        slot_rank, slot_local, is_last, offsets, tokens, weights, repeats, illegal = self.kernels.route(
+        slots, offsets, tokens, weights, repeats, illegal = self.kernels.route(
             ids.data_ptr(), topk_weights.data_ptr() if topk_weights is not None else 0, ids.shape[0], self.num_topk,
             self.expert_rank, self.expert_local, self.num_ranks, distinct,
         )  # fmt: skip
-        per_peer = [last - first for first, last in pairwise(offsets.tolist())]
-        return Routing(slot_rank, slot_local, is_last, offsets, tokens, per_peer, weights, weighted, repeats, illegal)
+        bounds: list[int] = offsets.tolist()
+        per_peer = [last - first for first, last in pairwise(bounds)]
+        return Routing(slots, bounds, tokens, per_peer, weights, weighted, repeats, illegal)
 
     def encode(self, x: torch.Tensor, wire: WireFormat) -> WireRows:
         """Rows in their wire format. BF16 rows are not copied."""
@@ -136,10 +138,13 @@ class HostEngine:
         announced = () if defers else self._announced(counts, row, layout)
         sent = Sent(routing, rows, announced)
         dispatch.send(self.runtime, self.dispatch_lane, epoch, sent, row, header, cached=cached, defers=defers)
-        for peer, count in enumerate(counts):
-            self.rows_sent[peer] += count
-            self.bytes_sent[peer] += count * row.stride
+        self.rows_sent = [*map(add, self.rows_sent, counts)]
+        self._count_bytes(counts, row.stride)
         return sent
+
+    def _count_bytes(self, counts: Sequence[int], row_bytes: int) -> None:
+        if any(counts):
+            self.bytes_sent = [seen + count * row_bytes for seen, count in zip(self.bytes_sent, counts, strict=True)]
 
     def _announced(self, counts: list[int], row: DispatchRow, layout: Layout) -> tuple[int, ...]:
         """The peers whose rows had better wait for their final place. COMPACT rows stand there once, one after the
@@ -147,6 +152,8 @@ class HostEngine:
         if layout is not Layout.COMPACT or self.runtime.mask_peers or self.runtime.hands_over:
             return ()
         least = self.announce_from_bytes
+        if max(counts) * row.data_bytes < least:
+            return ()
         return tuple(p for p, n in enumerate(counts) if n and p != self.rank and n * row.data_bytes >= least)
 
     # -- receive dispatch ----------------------------------------------------------------------------------------
@@ -155,7 +162,7 @@ class HostEngine:
         self,
         epoch: int,
         row: DispatchRow,
-        settings: bytes,
+        header: Header,
         arrangement: Arrangement,
         *,
         known: Placed | None,
@@ -174,10 +181,9 @@ class HostEngine:
         """
         runtime, lane, since = self.runtime, self.dispatch_lane, self.runtime.clock()
         repeated = known.arrivals if known and not send_routing else None
-        arrivals, records, needs_grad, meeting = dispatch.receive(runtime, lane, epoch, settings, repeated, since)
-        for peer, count in enumerate(arrivals.rows_per_peer):
-            self.rows_received[peer] += count
-        placed = known._replace(arrivals=arrivals) if known else self._place(arrivals, arrangement)
+        arrivals, records, needs_grad, meeting = dispatch.receive(runtime, lane, epoch, header, repeated, since)
+        self.rows_received = [*map(add, self.rows_received, arrivals.rows_per_peer)]
+        placed = replace(known, arrivals=arrivals) if known else self._place(arrivals, arrangement)
         bank = lane.bank(epoch) if reuse_bank else None
         blank = zero_unused or bool(runtime.masked)
         direct = sent is not None and bool(meeting.coming) and placed.layout is Layout.COMPACT
@@ -267,6 +273,8 @@ class HostEngine:
         """Copy every arrival to its rows of `outputs`, from the records in the window (0 = missing) or, if it is the
         own rank's and `sent` tells, from where the caller keeps it. The rows of `direct` peers are there already."""
         arrivals, own = placed.arrivals, -1 if sent is None else self.rank
+        if not arrivals.num_rows:
+            return
         stream = self.runtime.streams(placed.num_filled, row.payload_bytes)
         for part, out in enumerate(outputs):
             at, row_bytes = (row.sf, row.sf_bytes) if part else (0, row.payload_bytes)
@@ -287,8 +295,7 @@ class HostEngine:
         if self.runtime.debug_poison:
             for writer in range(self.num_ranks):
                 self.runtime.poison(layout.dispatch_header(bank, writer), layout.dispatch_region_bytes)
-        step = protocol.finish(self.dispatch_lane, self.rank, epoch, self.num_ranks)
-        self.runtime.run("dispatch receive", step)
+        self.runtime.run("dispatch receive", self.runtime.halves(self.dispatch_lane, epoch).finish, epoch=epoch)
 
     # -- combine -------------------------------------------------------------------------------------------------
 
@@ -333,8 +340,7 @@ class HostEngine:
             self.runtime, self.combine_lane, epoch, arrivals, outgoing, sent, row, metadata, back, header,
             keep_own=keep_own,
         )  # fmt: skip
-        for peer, count in enumerate(sent):
-            self.bytes_sent[peer] += count * row.stride
+        self._count_bytes(sent, row.stride)
         return outgoing, keep
 
     def combine_row(self, wire: WireFormat) -> CombineRow:
@@ -366,7 +372,7 @@ class HostEngine:
         self,
         epoch: int,
         routing: Routing,
-        settings: bytes,
+        header: Header,
         wire: WireFormat,
         *,
         rows: Rows,
@@ -378,7 +384,7 @@ class HostEngine:
         """Wait for all peers and sum their rows: (x [T, hidden], weights [T, K] or None, rows missing, needs_grad)."""
         row = self.combine_row(wire)
         records, brought, num_missing, needs_grad = combine.receive(
-            self.runtime, self.combine_lane, epoch, routing, row, settings, rows
+            self.runtime, self.combine_lane, epoch, routing, row, header, rows
         )
         returned = None
         if return_weights:
@@ -387,7 +393,8 @@ class HostEngine:
         if own is not None:
             arrivals, outgoing = own
             first, end = arrivals.bounds[self.rank : self.rank + 2]
-            self.kernels.overlay_rows(operands, arrivals.tokens, outgoing, first, end)
+            if first < end:
+                self.kernels.overlay_rows(operands, arrivals.tokens, outgoing, first, end)
         is_float32 = not isinstance(wire, BF16)
         decoded = None
         if is_float32:
@@ -444,8 +451,7 @@ class HostEngine:
         layout, bank = self.runtime.layout, self.combine_lane.bank(epoch)
         if self.runtime.debug_poison:
             self.runtime.poison(layout.combine_header(bank, 0), layout.combine_bank_bytes)
-        step = protocol.finish(self.combine_lane, self.rank, epoch, self.num_ranks)
-        self.runtime.run("combine receive", step)
+        self.runtime.run("combine receive", self.runtime.halves(self.combine_lane, epoch).finish, epoch=epoch)
 
 
 def _addresses(rows: torch.Tensor) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +20,8 @@ class Arrangement(NamedTuple):
     fixed_size: bool
 
 
-class Placed(NamedTuple):
+@dataclass(slots=True)
+class Placed:
     """Where received rows have their places. `rows` [m, K] is the output row of each arrival and slot, -1 = none;
     `groups` is that of `host.rows.arrange`."""
 

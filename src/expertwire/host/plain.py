@@ -97,7 +97,7 @@ def _quiet(rows: torch.Tensor) -> torch.Tensor:
 def route(
     topk_idx: int, weights: int, num_tokens: int, num_topk: int, expert_rank: Array, expert_local: Array,
     num_ranks: int, distinct: bool,
-) -> tuple[Array, Array, Array, Array, Array, Array, int, int]:  # fmt: skip
+) -> tuple[Array, Array, Array, Array, int, int]:  # fmt: skip
     ids = _bytes_at(topk_idx, 8 * num_tokens * num_topk).view(np.int64).reshape(num_tokens, num_topk)
     shares = np.ones(ids.shape, np.float32)
     if weights:
@@ -114,7 +114,8 @@ def route(
     offsets = np.concatenate([[0], np.cumsum(goes.sum(axis=1))]).astype(np.int64)
     illegal = int(((ids < -1) | (ids >= expert_rank.size)).sum())
     tokens = np.nonzero(goes)[1].astype(np.int32)
-    return slot_rank, slot_local, is_last, offsets, tokens, shares, int(is_repeat.sum()), illegal
+    slots = np.stack([slot_rank, slot_local, is_last.astype(np.int32)])
+    return slots, offsets, tokens, shares, int(is_repeat.sum()), illegal
 
 
 def _named_before(ids: Array) -> Array:
@@ -176,8 +177,9 @@ def outgoing_rows(rows: Array, y: int, num_bytes: int, offsets: Array) -> tuple[
 
 
 def expected_rows(
-    slot_rank: Array, is_last: Array, per_token: bool, brought: Array, records: int, apart: int, stride: int
+    slots: Array, per_token: bool, brought: Array, records: int, apart: int, stride: int
 ) -> tuple[Array, int, bool]:
+    slot_rank, is_last = slots[0], slots[2] != 0
     expected = (slot_rank >= 0) & (is_last | per_token)
     present = expected & (brought >= 0)[slot_rank]
     cells = np.arange(slot_rank.size).reshape(slot_rank.shape)
@@ -199,7 +201,8 @@ def _routing_at(at: int, num_rows: int, num_topk: int, dtype: type) -> Array:
     return _bytes_at(at, 4 * num_rows * (2 * num_topk + 1)).view(dtype).reshape(num_rows, 2 * num_topk + 1)
 
 
-def write_routing(at: int, tokens: Array, rank: int, slot_rank: Array, slot_local: Array, weights: Array) -> None:
+def write_routing(at: int, tokens: Array, rank: int, slots: Array, weights: Array) -> None:
+    slot_rank, slot_local, _ = slots
     num_topk, here = slot_rank.shape[1], slot_rank[tokens] == rank
     ints, floats = (_routing_at(at, tokens.size, num_topk, dtype) for dtype in (np.int32, np.float32))
     ints[:, :num_topk] = np.where(here, slot_local[tokens], -1)

@@ -20,24 +20,23 @@ _BLOCK = 2048
 def route(topk_idx, weights, num_tokens, num_topk, expert_rank, expert_local, num_ranks, distinct):
     """Where each selection goes, and which tokens each rank gets.
 
-    topk_idx and weights are addresses of [T, K] int64 and float32 (0 = all ones) -> slot_rank [T, K], slot_local [T, K]
-    (int32, -1 = no selection), is_last [T, K] (this slot is the highest of its token that its rank serves), offsets
-    [R + 1] int64, tokens [offsets[R]] int32: rank r gets tokens[offsets[r]:offsets[r + 1]], ascending, each once; and
-    shares [T, K], a copy of the weights.
+    topk_idx and weights are addresses of [T, K] int64 and float32 (0 = all ones) -> slots [3, T, K] int32, which are
+    the rank and local expert of each slot (-1 = no selection) and whether it is the highest slot of its token that its
+    rank serves; offsets [R + 1] int64, tokens [offsets[R]] int32: rank r gets tokens[offsets[r]:offsets[r + 1]],
+    ascending, each once; and shares [T, K], a copy of the weights.
     With `distinct`, a later slot that repeats an expert of the same token counts as -1, and so does an id that is none;
     `repeats` and `illegal` say how many did.
 
     Worked example, 2 ranks with experts (0, 1) and (2, 3): topk_idx = [[0, 2], [1, 0], [-1, 3]] gives
-    slot_rank = [[0, 1], [0, 0], [-1, 1]], slot_local = [[0, 0], [1, 0], [-1, 1]], is_last = [[1, 1], [0, 1], [0, 1]],
-    offsets = [0, 2, 4], tokens = [0, 1, 0, 2].
+    slots = [[[0, 1], [0, 0], [-1, 1]], [[0, 0], [1, 0], [-1, 1]], [[1, 1], [0, 1], [0, 1]]], offsets = [0, 2, 4],
+    tokens = [0, 1, 0, 2].
     """
     ids = view(topk_idx, num_tokens * num_topk, np.int64).reshape((num_tokens, num_topk))
     shares = np.ones((num_tokens, num_topk), np.float32)
     if weights != 0:
         copy_bytes(shares.ctypes.data, weights, shares.nbytes)
-    slot_rank = np.empty((num_tokens, num_topk), np.int32)
-    slot_local = np.empty((num_tokens, num_topk), np.int32)
-    is_last = np.zeros((num_tokens, num_topk), np.bool_)
+    slots = np.empty((3, num_tokens, num_topk), np.int32)
+    slot_rank, slot_local, is_last = slots[0], slots[1], slots[2]
     last_slot = np.empty(num_ranks, np.int64)
     offsets = np.zeros(num_ranks + 1, np.int64)
     last_token = np.full(num_ranks, -1, np.int64)
@@ -56,16 +55,17 @@ def route(topk_idx, weights, num_tokens, num_topk, expert_rank, expert_local, nu
             if expert < 0 or expert >= expert_rank.size:
                 slot_rank[t, k] = -1
                 slot_local[t, k] = -1
+                is_last[t, k] = 0
                 continue
             rank = expert_rank[expert]
             slot_rank[t, k] = rank
             slot_local[t, k] = expert_local[expert]
             if last_token[rank] == t:
-                is_last[t, last_slot[rank]] = False
+                is_last[t, last_slot[rank]] = 0
             else:
                 last_token[rank] = t
                 offsets[rank + 1] += 1
-            is_last[t, k] = True
+            is_last[t, k] = 1
             last_slot[rank] = k
     for rank in range(num_ranks):
         offsets[rank + 1] += offsets[rank]
@@ -79,7 +79,7 @@ def route(topk_idx, weights, num_tokens, num_topk, expert_rank, expert_local, nu
                 last_token[rank] = t
                 tokens[cursor[rank]] = t
                 cursor[rank] += 1
-    return slot_rank, slot_local, is_last, offsets, tokens, shares, repeats, illegal
+    return slots, offsets, tokens, shares, repeats, illegal
 
 
 @njit(nogil=True, cache=True)
@@ -195,13 +195,14 @@ def outgoing_rows(rows, y, num_bytes, offsets):
 
 
 @njit(nogil=True, cache=True)
-def expected_rows(slot_rank, is_last, per_token, brought, records, apart, stride):
+def expected_rows(slots, per_token, brought, records, apart, stride):
     """Where the rows that combine brings lie, how many never come, and whether each rank brought what it had to.
 
-    slot_rank [T, K] int32, is_last [T, K]; a row per slot if `per_token`, else one per (token, rank), at its last slot.
-    brought [R] int64: rows, -1 = a masked rank; rank r's records begin at records + r * apart, `stride` apart.
+    slots as of `route`; a row per slot if `per_token`, else one per (token, rank), at its last slot.
+    brought [R] int64: rows, negative = a masked rank; rank r's records begin at records + r * apart, `stride` apart.
     -> table [T, K] int64 addresses (0 = no row), missing, agrees.
     """
+    slot_rank, is_last = slots[0], slots[2]
     num_topk = slot_rank.shape[1]
     table = np.zeros(slot_rank.shape, np.int64)
     outstanding = brought.copy()
@@ -209,7 +210,7 @@ def expected_rows(slot_rank, is_last, per_token, brought, records, apart, stride
     for t in range(slot_rank.shape[0]):
         for k in range(num_topk):
             rank = slot_rank[t, k]
-            if rank < 0 or not (per_token or is_last[t, k]):
+            if rank < 0 or not (per_token or is_last[t, k] != 0):
                 continue
             if brought[rank] >= 0:
                 table[t, k] = records + rank * apart + (t * num_topk + k) * stride
@@ -237,13 +238,14 @@ def overlay_rows(table, tokens, rows, first, end):
 
 
 @njit(nogil=True, cache=True)
-def write_routing(at, tokens, rank, slot_rank, slot_local, weights):
+def write_routing(at, tokens, rank, slots, weights):
     """Write the routing of rows for `rank` to address `at`: for every token its local ids, weights and index, int32
-    and float32 [2 * K + 1] each.
+    and float32 [2 * K + 1] each. `slots` as of `route`.
 
-    Worked example, K = 2: token 5 with slot_rank = [1, 0], slot_local = [3, 4] and weights = [0.5, 2.0] is, for rank 1,
+    Worked example, K = 2: token 5 with ranks [1, 0], local experts [3, 4] and weights [0.5, 2.0] is, for rank 1,
     3, -1, 0.5, 0.0, 5.
     """
+    slot_rank, slot_local = slots[0], slots[1]
     num_topk = slot_rank.shape[1]
     width = 2 * num_topk + 1
     ints, floats = view(at, tokens.size * width, np.int32), view(at, tokens.size * width, np.float32)

@@ -10,7 +10,7 @@ import functools
 import os
 import struct
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -25,12 +25,13 @@ from expertwire.errors import (
     PeerTimeout,
     TransportBroken,
 )
+from expertwire.host.halves import Act, Halves, record
 from expertwire.host.kernels import Array, Kernels
 from expertwire.host.outputs import Outputs
 from expertwire.layouts.window import GUARD_BYTES, HEADER_BYTES, WindowLayout
-from expertwire.ordering.operations import Load, PutSignal, Region, Signal, Wait, Word
+from expertwire.ordering.operations import Region, Wait, Word
 from expertwire.protocols.epoch_signal import REFUSED, pack, unpack
-from expertwire.protocols.lane import Step
+from expertwire.protocols.lane import Lane, ring
 
 _GUARD = 0xA5
 _POISON = 0xFF
@@ -46,6 +47,7 @@ _HEADER_PREFIX = struct.Struct("<qH")  # epoch, bytes of text
 NEEDS_GRAD, ANNOUNCES, DEFERS = 1, 2, 4
 
 
+ABSENT = -2  # stands for the count of a masked rank
 Segments = list[tuple[Array, int]]  # (byte offsets in the reader's window, bytes at each of them)
 Put = Callable[[int, Region, int], Segments]
 
@@ -106,20 +108,23 @@ class HostRuntime:
         self.layout = layout
         self.transport = transport
         self.rank, self.num_ranks = transport.rank, transport.num_ranks
+        *self._peers, _ = ring(self.rank, self.num_ranks)
         self.timeout_s = timeout_s
         self.mask_peers = mask_peers
         self.debug_poison = debug_poison
         self.masked: set[int] = set()
         self.base = base = [window.ctypes.data for window in transport.windows]
-        # Where words, and the headers and rows of regions, lie: the same few again and again.
+        # Where words, and the headers, routing and rows of regions, lie: the same few again and again.
         self._address = functools.cache(lambda owner, word: base[owner] + layout.word(*word))
         self.header_at = functools.cache(lambda region: layout.header(*region))
+        self.routing_at = functools.cache(lambda region: layout.dispatch_routing(region.bank, region.writer))
         self.rows_at = functools.cache(lambda region: layout.rows(*region))
         crowded = self.num_ranks > len(os.sched_getaffinity(0))
         self._first_patience = _CROWDED_PATIENCE if crowded else _FIRST_PATIENCE
         self.closed = False
         self.wait_s = [0.0] * self.num_ranks
         self._told_itself: dict[Word, tuple[int, int]] = {}  # epoch and count of words of this rank to itself
+        self._halves: dict[str, list[Halves]] = {}
         self._excluded = [layout.word("excluded", peer) // 8 for peer in range(self.num_ranks)]
         self.bytes_of = [memoryview(window) for window in transport.windows]  # type: ignore[arg-type]
         self.own = transport.windows[self.rank]
@@ -201,65 +206,59 @@ class HostRuntime:
 
     # -- protocol steps ------------------------------------------------------------------------------------------
 
+    def halves(self, lane: Lane, epoch: int) -> Halves:
+        """What step `epoch` of a lane does."""
+        recorded = self._halves.get(lane.name)
+        if recorded is None:
+            recorded = self._halves[lane.name] = record(lane, self.rank, self.num_ranks)
+        return recorded[epoch % lane.num_banks]
+
     def run(
         self,
         phase: str,
-        step: Step,
+        half: Iterable[Act],
         put: Put | None = None,
         *,
+        epoch: int = 0,
+        counts: Sequence[int] | None = None,
         since: float | None = None,
         asked: Collection[int] | None = None,
-    ) -> dict[int, int]:
-        """Carry out one half of a protocol; returns the last count that each writer signalled, masked ones absent.
+    ) -> list[int]:
+        """Carry out one half of a protocol; returns the last count that each rank signalled, ABSENT where it waited for
+        none or the rank is masked.
 
-        `put(peer, region, count)` writes rows into a peer's memory before their signal, and says where. Time-outs count
-        from `since` on the clock, by default from the first wait that blocks, and name the late ones of the `asked`
-        peers, all by default.
+        `put(peer, region, count)` writes rows into a peer's memory before their signal, and says where. A half of
+        `halves` needs its `epoch` and, to put anything, its `counts`. Time-outs count from `since` on the clock, by
+        default from the first wait that blocks, and name the late ones of the `asked` peers, all by default.
         """
         if self.closed:
             raise BufferClosed(f"rank {self.rank}: this buffer is closed; there is nothing left to send or receive")
-        counts: dict[int, int] = {}
-        answer: int | None = None
-        while True:
-            try:
-                operation = step.send(answer)
-            except StopIteration:
-                return counts
-            answer = None
-            if isinstance(operation, Wait):
-                word, epoch = operation.word, operation.epoch
-                answer = self._count(word, epoch)
-                if answer is None and word.writer not in self.masked:
+        heard, own, masked = [ABSENT] * self.num_ranks, self.rank, self.masked
+        for kind, peer, word, region, count, when in half:
+            if peer in masked:
+                continue
+            when += epoch
+            if kind is Wait:
+                seen, signalled = self._told_itself[word] if peer == own else unpack(self.peek(word))
+                if seen < when:
                     since = self.clock() if since is None else since
-                    answer = self._wait(phase, word, epoch, since, asked)
-                if answer is not None:
-                    counts[word.writer] = answer
-            elif isinstance(operation, PutSignal):
-                peer, count = operation.peer, operation.count
-                if self._usable(peer):
-                    assert put is not None
-                    segments = put(peer, operation.region, count)
-                    self.deliver(peer, segments, operation.word, operation.epoch, count)
-            elif isinstance(operation, Signal):
-                if operation.peer not in self.masked:
-                    self.publish(operation.peer, operation.word, operation.epoch, operation.count)
-            else:  # the caller reads the rows where they lie, before it runs `finish`
-                assert isinstance(operation, Load), f"the host engine has no {operation}"
+                    seen, signalled = unpack(self._wait(phase, word, when, since, asked))
+                    if not seen:
+                        continue
+                heard[peer] = signalled
+            elif region is None:
+                self.publish(peer, word, when, count)
+            elif peer == own or self._usable(peer):
+                assert put is not None
+                if counts is not None:
+                    count = counts[count]
+                self.deliver(peer, put(peer, region, count), word, when, count)
+        return heard
 
-    def _count(self, word: Word, epoch: int) -> int | None:
-        """The count of the word; None if it has not reached `epoch`, or if its writer is masked."""
-        if word.writer == self.rank:
-            told, count = self._told_itself.get(word, (0, 0))
-            assert told >= epoch, f"{word} would be waited for before it is signalled"
-            return count
-        if word.writer in self.masked:
-            return None
-        seen, count = unpack(self.peek(word))
-        return count if seen >= epoch else None
-
-    def _wait(self, phase: str, word: Word, epoch: int, since: float, asked: Collection[int] | None) -> int | None:
-        """The count of the word once it has reached `epoch`; None if its writer had to be masked."""
+    def _wait(self, phase: str, word: Word, epoch: int, since: float, asked: Collection[int] | None) -> int:
+        """The word once it has reached `epoch`; 0 if its writer had to be masked."""
         peer, wanted, began = word.writer, pack(epoch, REFUSED), self.clock()
+        assert peer != self.rank, f"{word} would be waited for before it is signalled"
         patience = self._first_patience
         while self.watch(word, wanted, patience) < wanted:
             patience = _PATIENCE
@@ -272,9 +271,9 @@ class HostRuntime:
                 if not self.mask_peers:
                     self._give_up(phase, word, epoch, waited, lost, asked)
                 self.mask(peer)
-                return None
+                return 0
         self.wait_s[peer] += self.clock() - began
-        return self._count(word, epoch)
+        return self.peek(word)
 
     def _give_up(
         self, phase: str, word: Word, epoch: int, waited: float, lost: bool, asked: Collection[int] | None
@@ -299,30 +298,37 @@ class HostRuntime:
 
     def write_header(self, peer: int, offset: int, settings: bytes, flags: int) -> Segments:
         """Describe a put in front of its rows: how the writer understood this call, or why it refused it."""
+        if peer == self.rank:  # a rank understands itself
+            return []
         window, end = self.bytes_of[peer], offset + 1 + len(settings)
         window[offset] = flags
         window[offset + 1 : end] = settings
         return [(np.array([offset]), end - offset)] if self.hands_over else []
 
     def check_headers(
-        self, phase: str, epoch: int, counts: dict[int, int], first: int, apart: int, settings: bytes
+        self, phase: str, epoch: int, counts: list[int], first: int, apart: int, header: Header
     ) -> tuple[int, dict[int, int]]:
-        """Raise if a peer refused this step, or called it with other settings. Otherwise the flags that any peer set,
-        and those of each. A peer's header lies at byte first + peer * apart."""
-        own, length, any_flags, flags = self.bytes_of[self.rank], len(settings), 0, {}
-        for peer in counts:
-            at = first + peer * apart
-            if own[at + 1 : at + 1 + length].tobytes() != settings:
-                self._raise_for_headers(phase, epoch, counts, first, apart, settings)
-            flags[peer] = own[at]
-            any_flags |= own[at]
+        """Raise if a peer refused this step, or called it with other settings. Otherwise the flags that any rank set,
+        and those of each peer. A peer's header lies at byte first + peer * apart."""
+        own, any_flags, flags = self.bytes_of[self.rank], header.flags, {}
+        length = 1 + len(header.settings)
+        for peer in self._peers:
+            if counts[peer] != ABSENT:
+                at = first + peer * apart
+                seen = own[at : at + length].tobytes()
+                if not seen.endswith(header.settings):
+                    self._raise_for_headers(phase, epoch, counts, first, apart, header.settings)
+                flags[peer] = seen[0]
+                any_flags |= seen[0]
         return any_flags, flags
 
     def _raise_for_headers(
-        self, phase: str, epoch: int, counts: dict[int, int], first: int, apart: int, settings: bytes
+        self, phase: str, epoch: int, counts: list[int], first: int, apart: int, settings: bytes
     ) -> None:
         texts, (_, expected) = {}, Header.unpack(settings)
-        for peer in counts:
+        for peer in self._peers:
+            if counts[peer] == ABSENT:
+                continue
             at = first + peer * apart
             seen, texts[peer] = Header.unpack(self.own[at + 1 : at + HEADER_BYTES].tobytes())
             if seen != epoch:
@@ -332,7 +338,7 @@ class HostRuntime:
                     f"{there}: this transport lets a signal overtake its data",
                     [peer],
                 )
-        refused = [peer for peer, count in counts.items() if count == REFUSED]
+        refused = [peer for peer in texts if counts[peer] == REFUSED]
         if refused:
             reasons = "; ".join(texts[peer] for peer in refused)
             raise PeerRefused(
