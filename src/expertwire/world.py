@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,12 +14,14 @@ from expertwire.transports.fabric import Fabric
 from expertwire.transports.inproc import Crew, Rank
 
 T = TypeVar("T")
+_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 class World:
     """`num_ranks` ranks in one process, for notebooks, tests and debugging: each runs in a thread of its own.
 
-    With device="cuda" the ranks share that GPU, each with a stream of its own; create tensors inside of `run`.
+    With device="cuda" the ranks share that GPU, each with a stream of its own; create tensors inside of `run`. For more
+    than 8 ranks set CUDA_DEVICE_MAX_CONNECTIONS to their number.
 
     With `fabric`, the name of a network profile such as "rc.ooo", ranks are joined by a simulated network that places
     every piece of every transfer as late ("adversary") or as randomly ("random") as the profile allows; `signal` is the
@@ -43,7 +46,7 @@ class World:
             raise InvalidArgument(f"World: num_ranks must be an int >= 1, got {num_ranks!r}")
         if device != "cpu" and fabric is not None:
             raise InvalidArgument(f"World: a simulated fabric joins ranks on the CPU, got device={device!r}")
-        reason = device_unavailable(device)
+        reason = device_unavailable(device) or (too_few_queues(num_ranks) if device != "cpu" else None)
         if reason:
             raise TransportUnavailable(f"World: device={device!r} does not work here: {reason}")
         self.num_ranks = num_ranks
@@ -124,6 +127,20 @@ def device_unavailable(device: str) -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed: pip install 'expertwire[gpu]'"
     return None
+
+
+def too_few_queues(num_ranks: int) -> str | None:
+    """None if every rank's stream has a hardware queue of its own on a GPU, else the reason and the remedy: behind a
+    kernel that waits for a peer, nothing else of its queue starts, which may be what it waits for."""
+    queues = int(os.environ.get(_QUEUES, "8"))
+    if num_ranks <= queues:
+        return None
+    remedy = (
+        f"set {_QUEUES}={num_ranks} before CUDA is first used" if num_ranks <= 32 else "use processes, or fewer ranks"
+    )
+    return (
+        f"{num_ranks} ranks need a hardware queue each, and {_QUEUES} allows {queues} (default 8, at most 32); {remedy}"
+    )
 
 
 class _ProcessGroup:

@@ -151,3 +151,25 @@ def test_memory_is_new_and_its_addresses_are_everybodys(monkeypatch):
     assert len(memory._kept) == 1
     memory.close()
     assert memory._kept == []
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "queues", "message"),
+    [
+        (8, None, None),
+        (9, None, r"9 ranks need a hardware queue each, .* allows 8 .*set CUDA_DEVICE_MAX_CONNECTIONS=9 before"),
+        (32, "32", None),
+        (2, "1", "set CUDA_DEVICE_MAX_CONNECTIONS=2"),
+        (33, "32", "use processes, or fewer ranks"),
+    ],
+)
+def test_virtual_ranks_have_a_hardware_queue_each(monkeypatch, num_ranks, queues, message):
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    monkeypatch.setattr("expertwire.world.device_unavailable", lambda device: None)
+    if queues:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", queues)
+    if message is None:
+        assert ew.World(num_ranks, device="cuda").num_ranks == num_ranks
+    else:
+        with pytest.raises(ew.TransportUnavailable, match=message):
+            ew.World(num_ranks, device="cuda")

@@ -21,7 +21,7 @@ from expertwire.testing import (
 )
 
 pytestmark = on_gpu.MARKS
-buffer = partial(on_gpu.buffer, timeout_s=8.0)
+buffer = partial(on_gpu.buffer, timeout_s=20.0)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])

@@ -1,5 +1,7 @@
 """Shapes at the ends of what `Buffer` takes, and between: on a GPU, bit for bit against the oracle."""
 
+import os
+
 import on_gpu
 import pytest
 import torch
@@ -8,7 +10,7 @@ from device_checks import COMPACT, MAJOR, SLOTS, arrive, same_dispatch
 import expertwire as ew
 from expertwire import reference
 from expertwire.formats import BF16, FP8Block, LogFMT10
-from expertwire.testing import assert_equal, random_rows, random_weights, uniform_routing, with_holes
+from expertwire.testing import assert_equal, random_rows, random_weights, run_processes, uniform_routing, with_holes
 
 pytestmark = on_gpu.MARKS
 
@@ -51,12 +53,19 @@ def check_shape(rank, hidden, topk, experts, most, layout, wire, back_wire):
             assert_equal(back.x.cpu(), summed)
 
 
+def run_world(group, num_ranks, *arguments):
+    """In a process of its own: how many hardware queues there are is settled when CUDA is first used."""
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
+    ew.World(num_ranks, device="cuda").run(lambda rank: check_shape(rank, *arguments))
+
+
 @pytest.mark.parametrize("layout", [SLOTS, MAJOR, COMPACT], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_shapes(shape, layout):
     num_ranks, *sizes = shape
     nth = SHAPES.index(shape) + [SLOTS, MAJOR, COMPACT].index(layout)
-    back_wire = LogFMT10() if nth % 4 == 0 else None
-    ew.World(num_ranks, device="cuda").run(
-        lambda rank: check_shape(rank, *sizes, layout, WIRES[nth % len(WIRES)], back_wire)
-    )
+    arguments = (*sizes, layout, WIRES[nth % len(WIRES)], LogFMT10() if nth % 4 == 0 else None)
+    if num_ranks > 8:
+        run_processes(1, run_world, num_ranks, *arguments)
+    else:
+        ew.World(num_ranks, device="cuda").run(lambda rank: check_shape(rank, *arguments))

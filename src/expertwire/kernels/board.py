@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 from expertwire.errors import MissedSignal, PeerTimeout
 
-PAGE_BYTES = 1 << 13
+PAGE_BYTES = 1 << 16  # 72 ranks may offer memory to each other
 BOARD_BYTES = 2 * PAGE_BYTES
 _HEADER_BYTES = 24  # round, length, checksum of both and the message
 _ROUND = "a round of messages on the host"

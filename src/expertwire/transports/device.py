@@ -71,8 +71,10 @@ class CudaIpc(_SharedDevice):
 
         own = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
         torch.cuda.current_stream(self.device).synchronize()
-        recipes = self.all_gather(reduce_tensor(own))  # type: ignore[no-untyped-call]
-        recipes[self.rank] = None
+        # One recipe for each peer: torch counts those who have taken one, and keeps the memory until all have left it.
+        offers = [None if peer == self.rank else reduce_tensor(own) for peer in range(self.num_ranks)]  # type: ignore[no-untyped-call]
+        found = self.all_gather(offers)
+        recipes = [None if offered is None else offered[self.rank] for offered in found]
         everyone = [None if recipe is None else self._map(*recipe) for recipe in recipes]
         everyone[self.rank] = own
         self.all_gather(None)  # nobody frees before everybody has mapped
