@@ -1,5 +1,6 @@
 """`Buffer` on a GPU, bit for bit against the oracle: virtual ranks of one World, graphs, faults."""
 
+import itertools
 import time
 from functools import partial
 
@@ -240,12 +241,14 @@ def test_who_waits_leaves_room_for_any_kernel():
 def processes_work(group):
     torch.cuda.set_device(0)
     with buffer(group, timeout_s=60.0) as buf:
-        for layout in (COMPACT, MAJOR, SLOTS):
-            check_rank(buf, layout, FP8Block(), steps=1)
+        for layout, wire in itertools.product((COMPACT, MAJOR, SLOTS), (BF16(), FP8Block(), FP8Block(scale="ue8m0"))):
+            check_rank(buf, layout, wire, steps=1)
+        check_rank(buf, SLOTS, FP8Block(), steps=2, counts="device", zero_copy=True, deferred=True)
 
 
-def test_processes_share_a_gpu():
-    run_processes(2, processes_work)
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_processes_share_a_gpu(num_ranks):
+    run_processes(num_ranks, processes_work)
 
 
 def test_what_is_not_offered_says_so():
