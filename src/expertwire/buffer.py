@@ -347,6 +347,7 @@ class Buffer:
         layout: Layout = Layout.COMPACT,
         expert_alignment: int = 1,
         wire: WireFormat | None = None,
+        combine_input: bool = False,
     ) -> int:
         """Bytes of memory that one rank shares with its peers, exactly. Pure: needs no group and no device.
 
@@ -355,7 +356,8 @@ class Buffer:
         outputs.
 
         On GPUs rows land where the caller sees them, so memory is taken for the kinds of rows that are dispatched, when
-        they first are: this is the size for one kind, with experts spread evenly. Copies of it are the caller's.
+        they first are: this is the size for one kind, with experts spread evenly. Copies of it are the caller's. With
+        `combine_input` it counts the memory of that method, which between processes every combine takes.
 
         >>> Buffer.size_hint(num_ranks=8, hidden=7168, num_topk=8, num_max_tokens_per_rank=128)
         103454912
@@ -381,6 +383,7 @@ class Buffer:
             alignment=expert_alignment if layout == Layout.EXPERT_MAJOR else 1,
             payload_bytes=wire.payload_bytes(hidden),
             sf_bytes=wire.sf_bytes(hidden),
+            output_bytes=2 * hidden if combine_input else 0,
         )
 
     def _raise_if_unusable(self) -> None:

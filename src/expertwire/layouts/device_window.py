@@ -109,9 +109,10 @@ def row_region(
 
 def device_bytes(
     *, num_ranks: int, num_experts: int, capacity: int, num_topk: int, num_banks: int, layout: Layout, alignment: int,
-    payload_bytes: int, sf_bytes: int,
+    payload_bytes: int, sf_bytes: int, output_bytes: int = 0,
 ) -> int:  # fmt: skip
-    """What a buffer on a device shares with its peers once it has dispatched rows of this kind: window and rows.
+    """What a buffer on a device shares with its peers once it has dispatched rows of this kind: window and rows. With
+    `output_bytes` also as many rows of the experts' output, of that size each.
 
     >>> device_bytes(
     ...     num_ranks=8, num_experts=256, capacity=128, num_topk=8, num_banks=1, layout=Layout.EXPERT_SLOTS,
@@ -121,4 +122,6 @@ def device_bytes(
     """
     local = ceil_div(num_experts, num_ranks)
     rows = row_region(layout, num_ranks, capacity, num_topk, local, alignment, payload_bytes, sf_bytes)
-    return DeviceWindow(num_ranks, num_experts, num_banks).total_bytes + num_banks * rows.total_bytes
+    outputs = RowRegion(rows.num_rows, output_bytes, 0, 0)
+    per_bank = rows.total_bytes + outputs.total_bytes
+    return DeviceWindow(num_ranks, num_experts, num_banks).total_bytes + num_banks * per_bank
