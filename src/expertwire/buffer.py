@@ -49,13 +49,13 @@ class Statistics:
                                elapsed time, never counted twice, so a peer that is in time shows none
     dropped_selections         selections that counted as -1: repeats in EXPERT_SLOTS, illegal ids without `validate`
 
-    On a GPU bytes_sent and wait_s are zero, and a repeated routing that was refused counts as sent.
+    On a GPU bytes_sent and wait_s are None, not counted, and a repeated routing that was refused counts as sent.
     """
 
     rows_sent: tuple[int, ...]
     rows_received: tuple[int, ...]
-    bytes_sent: tuple[int, ...]
-    wait_s: tuple[float, ...]
+    bytes_sent: tuple[int, ...] | None
+    wait_s: tuple[float, ...] | None
     dropped_selections: int
 
 
@@ -323,8 +323,7 @@ class Buffer:
         engine = self._engine
         if isinstance(engine, _OnDevice):
             sent, received, dropped = engine.runtime.totals()
-            none = (0,) * self.num_ranks
-            return Statistics(tuple(sent), tuple(received), none, tuple(map(float, none)), dropped)
+            return Statistics(tuple(sent), tuple(received), None, None, dropped)
         return Statistics(
             tuple(engine.rows_sent),
             tuple(engine.rows_received),

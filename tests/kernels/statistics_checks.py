@@ -3,6 +3,7 @@
 import torch
 from device_checks import COMPACT, EXPERTS, HIDDEN, MAJOR, SLOTS, TOPK, arrive
 
+from expertwire.buffer import Statistics
 from expertwire.testing import random_rows, repeated_routing
 
 TOKENS = (8, 5, 0, 7)
@@ -30,7 +31,7 @@ def check_statistics(buf):
     owners = torch.tensor(buf.settings.placement.expert_ranks)
     ranks, me, device = buf.num_ranks, buf.rank, buf.settings.device
     sent, received, gone = [0] * ranks, [0] * ranks, 0
-    assert buf.statistics().rows_sent == (0,) * ranks
+    assert buf.statistics() == Statistics((0,) * ranks, (0,) * ranks, None, None, 0)
     for number, layout in enumerate((COMPACT, MAJOR, SLOTS, SLOTS)):
         batches = [batch(rank, number) for rank in range(ranks)]
         x, ids = (t.to(device) for t in batches[me])

@@ -95,8 +95,8 @@ def train_ranks(group: Any, plan: Plan, socket_path: str | None) -> Trained:
                 loss=losses[0],
                 load=[torch.bincount(c.flatten(), minlength=plan.model.experts).tolist() for c in choices[0]],
                 rows=sum(done.rows_sent),
-                num_bytes=sum(done.bytes_sent),
-                wait_s=sum(done.wait_s),
+                num_bytes=sum(done.bytes_sent or ()),
+                wait_s=sum(done.wait_s or ()),
                 dispatch_s=exchange.dispatch_s,
                 combine_s=exchange.combine_s,
             )

@@ -34,7 +34,6 @@ class DeviceRuntime:
         self._mask_peers = mask_peers and meeting is not None
         if mask_peers and meeting is not None:
             memory.gather_by(meeting.all_gather)
-        self.wait_s = np.zeros(engine.num_ranks)
         self.closed = False
         self._known: set[Hashable] = set()
         self.rehearsing = False
