@@ -10,7 +10,7 @@ from device_checks import CAPACITY, COMPACT, EXPERTS, HIDDEN, MAJOR, SLOTS, TOKE
 import expertwire as ew
 from expertwire import reference
 from expertwire.formats import BF16, FP8Block, LogFMT10
-from expertwire.testing import assert_equal, random_rows, random_weights, uniform_routing, with_holes
+from expertwire.testing import Processes, assert_equal, random_rows, random_weights, uniform_routing, with_holes
 
 
 def inputs(rank, step):
@@ -58,6 +58,28 @@ def check_step(buf, step, layout, wire=None, back_wire=None, reduce="token", **o
     buf.synchronize()
 
 
+CASES = [
+    (3, "check_all", ((1,), "dispatch")),
+    (3, "check_all", ((0,), "dispatch of device counts")),
+    (3, "check_all", ((2,), "combine")),
+    (4, "check_all", ((1, 3), "first call of a kind")),
+    (3, "check_gradients", ((1,),)),
+    (4, "check_twice", ((1, 3),)),
+]
+
+
+def run_case(rank_work, num_ranks, check, arguments):
+    """`rank_work` returns who is masked, on ranks that are left."""
+    with Processes(num_ranks) as crew:
+        outcomes = crew.outcomes(rank_work, check, arguments, timeout_s=240)
+    for rank, outcome in enumerate(outcomes):
+        if rank in arguments[0]:
+            assert outcome.exit_code == -signal.SIGKILL
+        else:
+            assert outcome.ok, outcome.error
+            assert outcome.value == arguments[0]
+
+
 def die():
     if torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -102,6 +124,15 @@ def check_all(buf, doomed, moment, patience_s):
     check_step(buf, 3, COMPACT, counts="device", back_wire=LogFMT10())
     check_step(buf, 4, SLOTS, FP8Block(scale="ue8m0"), zero_copy=False)
     check_step(buf, 5, MAJOR, BF16(), reduce="rank")
+
+
+def check_twice(buf, doomed, patience_s):
+    """One after the other: who was left the first time may be lost the next time."""
+    lose(buf, doomed[:1], "dispatch", patience_s)
+    check_step(buf, 2, SLOTS, FP8Block())
+    lose(buf, doomed[1:], "combine", patience_s)
+    check_step(buf, 3, SLOTS, FP8Block(), counts="device")
+    check_step(buf, 4, MAJOR)
 
 
 def check_gradients(buf, doomed, patience_s):

@@ -1,7 +1,5 @@
 """Processes that share a GPU, of which some are killed: what the others see, eager and from a graph."""
 
-import signal
-
 import masks
 import on_gpu
 import pytest
@@ -9,17 +7,10 @@ import torch
 from device_checks import HIDDEN, SLOTS
 
 import expertwire as ew
-from expertwire.testing import Processes, assert_equal
+from expertwire.testing import assert_equal
 
 pytestmark = on_gpu.MARKS
 PATIENCE_S = 4.0
-CASES = [
-    (3, "check_all", ((1,), "dispatch")),
-    (3, "check_all", ((0,), "dispatch of device counts")),
-    (3, "check_all", ((2,), "combine")),
-    (4, "check_all", ((1, 3), "first call of a kind")),
-    (3, "check_gradients", ((1,),)),
-]
 
 
 def rank_work(group, check, arguments):
@@ -66,16 +57,9 @@ def check_graph(buf, doomed, patience_s):
     assert_equal(out.cpu(), served(doomed))
 
 
-@pytest.mark.parametrize(("num_ranks", "check", "arguments"), [*CASES, (3, "check_graph", ((1,),))], ids=str)
+@pytest.mark.parametrize(("num_ranks", "check", "arguments"), [*masks.CASES, (3, "check_graph", ((1,),))], ids=str)
 def test_the_others_go_on(num_ranks, check, arguments):
-    with Processes(num_ranks) as crew:
-        outcomes = crew.outcomes(rank_work, check, arguments, timeout_s=240)
-    for rank, outcome in enumerate(outcomes):
-        if rank in arguments[0]:
-            assert outcome.exit_code == -signal.SIGKILL
-        else:
-            assert outcome.ok, outcome.error
-            assert outcome.value == arguments[0]
+    masks.run_case(rank_work, num_ranks, check, arguments)
 
 
 def test_a_rank_that_is_late_but_there_is_not_masked():
