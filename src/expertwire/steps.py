@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import TracebackType
 
 import torch
 
@@ -68,6 +69,22 @@ class LaneSteps:
         self.epoch = epoch - 1
 
 
+class _Fatal:
+    """A context in which any error leaves the ranks out of step: it is remembered as the `failure` of the steps."""
+
+    def __init__(self, steps: Steps) -> None:
+        self._steps = steps
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._steps.failure = error
+
+
 class Steps:
     """The collective steps of one buffer. After an error in the middle of a step, `failure` says which."""
 
@@ -76,6 +93,7 @@ class Steps:
         self.dispatches = LaneSteps(engine.dispatch_lane, engine.rank)
         self.combines = LaneSteps(engine.combine_lane, engine.rank)
         self.failure: BaseException | None = None
+        self._fatal = _Fatal(self)
 
     def synchronize(self) -> None:
         """Calls are done when they return."""
@@ -83,11 +101,8 @@ class Steps:
     def refuse(self, steps: LaneSteps, epoch: int, reason: str) -> None:
         """This rank's arguments are illegal: declare the step void on all ranks."""
         self._settle(steps)
-        try:
+        with self._fatal:
             refuse(self.engine.runtime, steps.lane, epoch, reason)
-        except BaseException as error:
-            self.failure = error
-            raise
         steps.end(epoch)
         steps.void.append(epoch)
 
@@ -96,30 +111,21 @@ class Steps:
         rows could land on those of a later step. Not done in `refuse`, which waits for nobody."""
         while steps.void:
             epoch, runtime = steps.void.pop(), self.engine.runtime
-            try:
+            with self._fatal:
                 runtime.run(f"{steps.lane.name} receive", runtime.halves(steps.lane, epoch).receive, epoch=epoch)
-            except BaseException as error:
-                self.failure = error
-                raise
             (self.end_dispatch if steps is self.dispatches else self.end_combine)(epoch)
 
     def end_dispatch(self, epoch: int) -> None:
         """The windows of this step may be reused; after close() there are none."""
         if self.engine.runtime.closed:
             return
-        try:
+        with self._fatal:
             self.engine.finish_dispatch(epoch)
-        except BaseException as error:
-            self.failure = error
-            raise
         self.dispatches.end(epoch)
 
     def end_combine(self, epoch: int) -> None:
-        try:
+        with self._fatal:
             self.engine.finish_combine(epoch)
-        except BaseException as error:
-            self.failure = error
-            raise
         self.combines.end(epoch)
 
     def dispatch(
@@ -142,13 +148,10 @@ class Steps:
         if self.dispatches.void:
             self._settle(self.dispatches)
         row = self.engine.dispatch_row(rows.payload_bytes, rows.sf_bytes)
-        try:
+        with self._fatal:
             sent = self.engine.send_dispatch(
                 epoch, routing, rows, row, header, arrangement.layout, cached=not send_routing, defers=defers
             )
-        except BaseException as error:
-            self.failure = error
-            raise
 
         def receive() -> Received:
             try:
@@ -194,13 +197,10 @@ class Steps:
         """Send y back along `placed`; the result receives and sums. `weighted` by the weights of `routing`."""
         if self.combines.void:
             self._settle(self.combines)
-        try:
+        with self._fatal:
             outgoing, keep = self.engine.send_combine(
                 epoch, y, placed, header, wire, rows=rows, weighted=weighted, weights=weights, keep_own=keep_own
             )
-        except BaseException as error:
-            self.failure = error
-            raise
 
         def receive() -> Sums:
             nonlocal keep
