@@ -116,7 +116,8 @@ def test_a_rank_that_does_not_come_is_named():
     first, _, last = crew.run(work)
     assert isinstance(first, PeerTimeout)
     assert first.peers == last.peers == (1,)
-    assert "All ranks that are left must come" in str(first)
+    assert "in phase 'agreeing which ranks have ended' for rank(s) [1]" in str(first)
+    assert "All ranks that are left must come to it" in str(first)
 
 
 def test_a_message_that_is_too_long():

@@ -20,7 +20,6 @@ from expertwire.errors import MissedSignal, PeerTimeout
 PAGE_BYTES = 1 << 16  # 72 ranks may offer memory to each other
 BOARD_BYTES = 2 * PAGE_BYTES
 _HEADER_BYTES = 24  # round, length, checksum of both and the message
-_ROUND = "a round of messages on the host"
 
 
 class HostWindows(Protocol):
@@ -52,9 +51,9 @@ class Board:
         self._pages = [window[first : first + BOARD_BYTES].reshape(2, PAGE_BYTES) for window in transport.windows]
         self._round = 0
 
-    def exchange(self, value: object, without: set[int], timeout_s: float | None) -> Answers:
-        """What everybody says in this round. Nobody waits for ranks that ended, nor for those in `without`. PeerTimeout
-        if another one does not come."""
+    def exchange(self, value: object, without: set[int], timeout_s: float | None, phase: str) -> Answers:
+        """What everybody says in this round. Nobody waits for ranks that ended, nor for those in `without`. If another
+        one does not come, PeerTimeout, which names the `phase`."""
         transport, began = self._transport, time.monotonic()
         self._round += 1
         self._write(pickle.dumps(value))
@@ -78,7 +77,7 @@ class Board:
             waited = time.monotonic() - began
             if timeout_s is not None and waited > timeout_s:
                 missed = [MissedSignal(peer, self._round, 0, 0, transport.alive(peer)) for peer in missing]
-                raise PeerTimeout(transport.rank, _ROUND, missed, waited, "All ranks that are left must come to it.")
+                raise PeerTimeout(transport.rank, phase, missed, waited, "All ranks that are left must come to it.")
             time.sleep(min(0.001, waited / 8))
 
     def _write(self, message: bytes) -> None:

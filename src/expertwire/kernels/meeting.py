@@ -64,7 +64,7 @@ class Meeting:
 
     def all_gather(self, value: object) -> list[Any]:
         """Every rank's value, None of masked ones. PeerLost if a rank ends meanwhile. Collective."""
-        values, ended = self._board.exchange(("", value), self.masked, _PREPARING_S)
+        values, ended = self._board.exchange(("", value), self.masked, _PREPARING_S, "sharing memory and kernels")
         ended |= {gone for said in values if said and said[0] == _AGREEING for gone in said[1]}
         if ended:
             missed = [MissedSignal(peer, 0, 0, 0, False) for peer in sorted(ended)]
@@ -81,7 +81,8 @@ class Meeting:
         `numbers`. Collective among these; some may come from an `all_gather`, which they leave then."""
         ended: set[int] = set()
         while True:
-            values, silent = self._board.exchange((_AGREEING, self.ended() | ended, numbers), self.masked, timeout_s)
+            message = (_AGREEING, self.ended() | ended, numbers)
+            values, silent = self._board.exchange(message, self.masked, timeout_s, "agreeing which ranks have ended")
             said = [value for value in values if value is not None]
             found = silent.union(*(value[1] for value in said if value[0] == _AGREEING))
             if all(value[0] == _AGREEING and value[1] == found for value in said):
