@@ -17,6 +17,7 @@ import torch
 
 from expertwire._check import Settings
 from expertwire.autograd import Gradients, attach
+from expertwire.call import any_requires_grad
 from expertwire.device_steps import Arrived, DeviceSteps, aligned, collect_values, copy_used_rows, expose_values
 from expertwire.errors import BufferClosed, HandleError, TransportUnavailable
 from expertwire.formats import BF16
@@ -36,7 +37,7 @@ class DeviceGradients:
 
     def wanted(self, *inputs: torch.Tensor | None) -> bool:
         """Whether a call with these inputs is differentiable."""
-        needed = torch.is_grad_enabled() and True in [t.requires_grad for t in inputs if t is not None]
+        needed = torch.is_grad_enabled() and any_requires_grad(*inputs)
         if needed and self._state.capturing:
             raise TransportUnavailable(
                 f"rank {self._engine.rank}: calls that need gradients cannot be captured; use no_grad(), or detach"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from expertwire import _check
-from expertwire.call import check_handle, record
+from expertwire.call import record
 from expertwire.device_autograd import DeviceGradients
 from expertwire.device_steps import Arrived, DeviceSteps, Later, aligned, copy_used_rows, plain
 from expertwire.errors import InvalidArgument
@@ -58,8 +58,7 @@ class DeviceDispatcher:
             if differentiable:
                 _check.differentiable_rows(self._rank, source, wire, zero_copy)
             if cached:
-                check_handle(self._rank, self._owner, handle)
-                steps.raise_if_outdated(handle._arrived.masked)
+                arrived = steps.arrived(self._owner, handle)
                 if topk_idx is not None or topk_weights is not None or zero_copy:
                     raise InvalidArgument(
                         f"rank {self._rank}: with handle, pass no topk_idx, topk_weights or zero_copy"
@@ -68,7 +67,7 @@ class DeviceDispatcher:
                     raise InvalidArgument(
                         f"rank {self._rank}: x has {payload.shape[0]} tokens, its handle {handle.num_tokens}"
                     )
-                step, exact = replace(handle._arrived.step, bank=bank), handle._arrived.exact
+                step, exact = replace(arrived.step, bank=bank), arrived.exact
             else:
                 self._raise_if_full()
                 self._check_routing(topk_idx, topk_weights, payload.shape[0], exact=exact)
@@ -97,8 +96,7 @@ class DeviceDispatcher:
                 "dispatch", step.layout, rows, step.alignment, fused, cached, defer_receive, zero_copy,
                 step.topk_idx.dtype, step.topk_weights is None, differentiable,
             )  # fmt: skip
-            with steps.masking():
-                self._runtime.meet(kind, call, prepare)
+            steps.meet(kind, call, prepare)
         except BaseException as error:
             (steps.dispatches.cancel if self._state.capturing else steps.dispatches.end)(epoch)
             steps.refuse("dispatch", bank, call, error)
@@ -171,7 +169,7 @@ class DeviceDispatcher:
             dtypes: Dtypes = (payload.dtype, sf.dtype)
         else:
             wire = wire or BF16()
-            dims = (x.shape[0] if isinstance(x, torch.Tensor) and x.dim() else None, settings.hidden)
+            dims = (None, settings.hidden)
             found = _check.tensor(rank, "x", x, (torch.bfloat16,), dims, self._meaning, settings.device)
             rows, factors = Rows.of_wire(wire, settings.hidden), None
             dtypes = (wire.payload_dtype, wire.sf_dtype)
@@ -211,7 +209,7 @@ class DeviceDispatcher:
         if known is not None:
             per_expert, padded, per_rank, rows, _ = known
             if fixed:
-                padded = [self._engine.num_ranks * self._engine.capacity] * self._state.num_local_experts
+                padded = [self._state.slot_room] * self._state.num_local_experts
             else:
                 num_rows = rows if step.layout is Layout.COMPACT else sum(padded)
         return num_rows, {
@@ -223,7 +221,7 @@ class DeviceDispatcher:
     def _most_rows(self, step: Step, places: Places) -> int:
         """The region is as large as that of the rank with the most experts."""
         if step.layout is Layout.EXPERT_SLOTS:
-            return self._state.num_local_experts * self._engine.num_ranks * self._engine.capacity
+            return self._state.num_local_experts * self._state.slot_room
         return places.region.num_rows
 
     def _views(
@@ -270,7 +268,7 @@ class DeviceDispatcher:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Rows and scale factors in the shape of the layout."""
         if layout is Layout.EXPERT_SLOTS:
-            groups = (self._state.num_local_experts, self._engine.num_ranks * self._engine.capacity)
+            groups = (self._state.num_local_experts, self._state.slot_room)
             x = x.view(*groups, x.shape[1])
             factors = None if factors is None else factors.view(*groups, factors.shape[1])
         return x, factors
@@ -322,7 +320,7 @@ class _LaterOfDispatch(Later):
             used = (group == known) & (row - step.offsets[known] < step.expert_counts[known])
             found = torch.where(used[:, None], found, -1)
         if step.layout is Layout.EXPERT_SLOTS:
-            return found.view(num_groups, self._engine.num_ranks * self._engine.capacity, 3)
+            return found.view(num_groups, self._engine.state.slot_room, 3)
         return found
 
 

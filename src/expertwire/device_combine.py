@@ -7,10 +7,9 @@ from typing import Any
 import torch
 
 from expertwire import _check
-from expertwire.call import check_handle, record
+from expertwire.call import record
 from expertwire.device_autograd import DeviceGradients
 from expertwire.device_steps import (
-    Arrived,
     DeviceSteps,
     Later,
     collect_values,
@@ -41,17 +40,13 @@ class DeviceCombiner:
 
     def inputs(self, handle: Any) -> torch.Tensor:
         """Memory for the experts' output of this handle that combine reads in place. Collective the first time."""
-        check_handle(self._rank, self._owner, handle)
-        arrived: Arrived = handle._arrived
-        self._steps.raise_if_outdated(arrived.masked)
+        arrived = self._steps.arrived(self._owner, handle)
         memory = self._state.inputs(arrived.step.layout, arrived.step.alignment).payload(arrived.step.bank)
         return memory.view(torch.bfloat16)[: arrived.num_rows].view(self._dims(handle))
 
     def _dims(self, handle: Handle) -> tuple[int, ...]:
         if handle.layout is Layout.EXPERT_SLOTS:
-            return (
-                self._state.num_local_experts, self._engine.num_ranks * self._engine.capacity, self._settings.hidden
-            )  # fmt: skip
+            return (self._state.num_local_experts, self._state.slot_room, self._settings.hidden)
         return (handle._arrived.num_rows, self._settings.hidden)
 
     def __call__(
@@ -64,10 +59,8 @@ class DeviceCombiner:
             raise HandleError(f"rank {self._rank}: another combine in this bank was deferred; call its hook() first")
         call = steps.call("combine")
         try:
-            check_handle(self._rank, self._owner, handle)
-            steps.raise_if_outdated(handle._arrived.masked)
+            arrived = steps.arrived(self._owner, handle)
             biases = self._checked(x, handle, topk_weights, bias, reduce, wire)
-            arrived: Arrived = handle._arrived
             step, compact, y = arrived.step, handle.layout is Layout.COMPACT, plain(x)
             weighted, by_rank = not compact and handle.topk_weights is not None, not compact and reduce == "rank"
             tracked = (x, topk_weights, *biases, handle._edge, handle.topk_weights if weighted else None)
@@ -125,8 +118,7 @@ class DeviceCombiner:
                 steps.counts(step)  # nobody meets for the combine of a void dispatch
                 steps.raise_refused()
             try:
-                with steps.masking():
-                    self._runtime.meet(kind, call, prepare)
+                steps.meet(kind, call, prepare)
             except BaseException as error:
                 steps.refuse("combine", bank, call, error)
                 raise

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from expertwire.call import check_handle
 from expertwire.errors import HandleError, PeerMasked, PeerRefused, PeerTimeout
 from expertwire.handle import Handle
 from expertwire.kernels.backward import combine_values, width_of
@@ -69,7 +70,7 @@ class DeviceSteps:
     @property
     def failure(self) -> BaseException | None:
         """What makes the buffer unusable. Raises it when it is first noticed."""
-        if self._failure is None:
+        if self._failure is None and self.runtime.has_failed():
             with self.fatal():
                 self.runtime.raise_if_failed()
         return self._failure
@@ -118,9 +119,22 @@ class DeviceSteps:
             "in flight is void on all ranks, that is, all since synchronize() last returned: dispatch again.", peers,
         ) from cause  # fmt: skip
 
+    def meet(self, kind: tuple[object, ...], call: int, prepare: Callable[[], None]) -> None:
+        """`DeviceRuntime.meet`, before the first call of a kind."""
+        if not self.runtime.knows(kind):
+            with self.masking():
+                self.runtime.meet(kind, call, prepare)
+
+    def arrived(self, owner: object, handle: Any) -> Arrived:
+        """What a handle keeps, which a call of the buffer `owner` can use now."""
+        check_handle(self.rank, owner, handle)
+        found: Arrived = handle._arrived
+        self.raise_if_outdated(found.masked)
+        return found
+
     def raise_if_outdated(self, masked: tuple[int, ...]) -> None:
         """`masked`: who was when this handle was made."""
-        if masked is not self.runtime.masked_ranks and masked != self.runtime.masked_ranks:
+        if masked != self.runtime.masked_ranks:
             new = sorted(set(self.runtime.masked_ranks) - set(masked))
             raise HandleError(
                 f"rank {self.rank}: this dispatch is void, since rank(s) {new} took part in it, which are masked now; "
@@ -200,7 +214,7 @@ class DeviceSteps:
 
 def copy_used_rows(engine: DeviceEngine, source: torch.Tensor, out: torch.Tensor, step: Step) -> None:
     """Copy the rows that a step filled: source [rows, bytes] uint8, out of any dtype."""
-    engine.copy_rows(source, out, *engine.state.filled(step), engine.num_ranks * engine.capacity)
+    engine.copy_rows(source, out, *engine.state.filled(step), engine.state.slot_room)
 
 
 def expose_values(runtime: DeviceRuntime, values: torch.Tensor, step: Step) -> None:

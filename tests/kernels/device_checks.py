@@ -62,10 +62,7 @@ def check_rank(
             sent = sent.hook()
         arrive(device)
         same_dispatch(sent, mine, layout, step)
-        rows = sent.x.shape[:-1].numel()
-        given = torch.full((rows, HIDDEN), float("nan"), dtype=torch.bfloat16)
-        given[: len(y[rank])] = y[rank]
-        given = given.to(device).view(*sent.x.shape[:-1], HIDDEN)
+        given = output_of_experts(sent, y[rank])
         back = buf.combine(
             given, sent.handle, bias=bias[rank].to(device), reduce=reduce, wire=back_wire, defer_receive=deferred
         )
@@ -77,6 +74,13 @@ def check_rank(
         again = buf.dispatch(xs[rank].to(device), handle=sent.handle, wire=wire)
         arrive(device)
         same_dispatch(again, mine, layout, step)
+
+
+def output_of_experts(sent, y):
+    """y as combine wants it: in the shape of what was received, and NaN where no rows are."""
+    given = torch.full((*sent.x.shape[:-1], y.shape[-1]), float("nan"), dtype=torch.bfloat16)
+    given.view(-1, y.shape[-1])[: len(y)] = y
+    return given.to(sent.x.device)
 
 
 def arrive(device):

@@ -5,7 +5,19 @@ import signal
 
 import pytest
 import torch
-from device_checks import CAPACITY, COMPACT, EXPERTS, HIDDEN, MAJOR, SLOTS, TOKENS, TOPK, arrive, same_dispatch
+from device_checks import (
+    CAPACITY,
+    COMPACT,
+    EXPERTS,
+    HIDDEN,
+    MAJOR,
+    SLOTS,
+    TOKENS,
+    TOPK,
+    arrive,
+    output_of_experts,
+    same_dispatch,
+)
 
 import expertwire as ew
 from expertwire import reference
@@ -43,9 +55,7 @@ def check_step(buf, step, layout, wire=None, back_wire=None, reduce="token", **o
     arrive(device)
     same_dispatch(sent, want[rank], layout, step)
     assert sent.missing_ranks == buf.masked_ranks
-    given = torch.full((*sent.x.shape[:-1], HIDDEN), float("nan")).bfloat16()
-    given.view(-1, HIDDEN)[: len(y[rank])] = y[rank]
-    given = given.to(device)
+    given = output_of_experts(sent, y[rank])
     again = buf.dispatch(x, handle=sent.handle, wire=wire)
     arrive(device)
     same_dispatch(again, want[rank], layout, step)

@@ -4,8 +4,7 @@ import os
 
 import on_gpu
 import pytest
-import torch
-from device_checks import COMPACT, MAJOR, SLOTS, arrive, same_dispatch
+from device_checks import COMPACT, MAJOR, SLOTS, arrive, output_of_experts, same_dispatch
 
 import expertwire as ew
 from expertwire import reference
@@ -41,14 +40,11 @@ def check_shape(rank, hidden, topk, experts, most, layout, wire, back_wire):
         y = [random_rows(50 + r, part.x.numel() // hidden, hidden, scale=0.2) for r, part in enumerate(want)]
         summed = reference.combine(y, routing, wire=back_wire)[mine].x
         x, on_device, values = xs[mine].cuda(), ids[mine].cuda(), weights[mine].cuda()
-        given = y[mine].cuda()
         for counts in ("host", "device"):
             sent = buf.dispatch(x, on_device, values, layout=layout, wire=wire, counts=counts)
             arrive("cuda")
             same_dispatch(sent, want[mine], layout, counts)
-            rows = torch.zeros((*sent.x.shape[:-1], hidden), dtype=torch.bfloat16, device="cuda")
-            rows.view(-1, hidden)[: len(given)] = given
-            back = buf.combine(rows, sent.handle, wire=back_wire)
+            back = buf.combine(output_of_experts(sent, y[mine]), sent.handle, wire=back_wire)
             arrive("cuda")
             assert_equal(back.x.cpu(), summed)
 

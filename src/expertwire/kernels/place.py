@@ -22,16 +22,16 @@ import triton
 import triton.language as tl
 
 from expertwire.kernels.counts import PER_RANK, VOID, sent_to
-from expertwire.kernels.memory import agree, ticket_acq_rel, wait
+from expertwire.kernels.memory import ticket_acq_rel
 from expertwire.kernels.routing import (
     DONE,
     HOME_LOCAL,
     HOME_RANK,
     WHERE_RANK,
     WHERE_ROW,
+    await_peers,
     load_block,
     store_source,
-    words_from,
 )
 from expertwire.kernels.tally import add_rows
 
@@ -163,9 +163,7 @@ def address_rows(
     if R > 1:
         if ticket_acq_rel(tickets) == tl.num_programs(0) - 1:
             tl.store(tickets, 0)
-            pointers, peers, mask = words_from(word_bases, DONE, rank, R, RANKS)
-            _, _, late = wait(pointers, mask, tl.load(epochs), DONE + 1, status, peers, timeout_us)
-            void = agree(late)
+            void = await_peers(word_bases, DONE, tl.load(epochs), rank, status, timeout_us, R, RANKS)
             tl.store(counts + VOID, void)
             if void > 0:  # they may still read what would be overwritten
                 for first in range(0, num_places, PLACES):

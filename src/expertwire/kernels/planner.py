@@ -66,7 +66,7 @@ class Planner:
             fixed = (
                 keys, block_counts, totals, first_rows, state.tally, bank.words, bank.counts, state.home,
                 state.by_owner, state.owner_start, bank.epoch, bank.ticket, state.status, state.rank,
-                state.num_ranks * state.capacity, state.first_own, state.num_local_experts,
+                state.slot_room, state.first_own, state.num_local_experts,
             )  # fmt: skip
             return fixed, {
                 "R": state.num_ranks, "RANKS": self._ranks, "E": state.num_experts, "EXPERTS": experts,

@@ -31,9 +31,9 @@ class DeviceRuntime:
         kind keeps its peers waiting. `mask_peers`: ranks that have ended may be left behind."""
         self.engine, self.memory, self.meeting, self.sharing = engine, memory, meeting, sharing
         self.masked_ranks: tuple[int, ...] = ()
-        self._mask_peers = mask_peers and meeting is not None
-        if mask_peers and meeting is not None:
-            memory.gather_by(meeting.all_gather)
+        self._masking = meeting if mask_peers else None
+        if self._masking is not None:
+            memory.gather_by(self._masking.all_gather)
         self.closed = False
         self._known: set[Hashable] = set()
         self.rehearsing = False
@@ -158,13 +158,13 @@ class DeviceRuntime:
 
     def has_lost(self) -> bool:
         """Whether a rank has ended that may be masked, and is not yet."""
-        return self._mask_peers and self.meeting is not None and bool(self.meeting.ended())
+        return self._masking is not None and bool(self._masking.ended())
 
     def mask(self, epoch: int) -> tuple[list[int], int]:
         """Mask the ranks that have ended, and void all that is in flight. Collective among those that are left, whose
         waits end in time, so that they come here too; returns who was masked, and the largest `epoch` of all ranks."""
-        assert self.meeting is not None
-        state, meeting = self.engine.state, self.meeting
+        state, meeting = self.engine.state, self._masking
+        assert meeting is not None
         before, restarted = set(meeting.masked), set(meeting.masked)
         timeout_s = None if self.timeout_s is None else 2 * self.timeout_s + 10.0
         self._drain()
@@ -197,9 +197,13 @@ class DeviceRuntime:
         self._told[mine] = found
         return [(int(b) + (bank or 0), int(lane), int(peer)) for b, lane, peer in zip(*changed, strict=True)]
 
+    def has_failed(self) -> bool:
+        """Whether a kernel gave up waiting. Looks at host memory only; complete after a synchronisation."""
+        return self._records.tobytes() != self._clean
+
     def raise_if_failed(self) -> None:
-        """PeerTimeout if a kernel gave up waiting. Looks at host memory only; complete after a synchronisation."""
-        if self._records.tobytes() == self._clean:
+        """PeerTimeout if a kernel gave up waiting."""
+        if not self.has_failed():
             return
         missed, phase, waited = [], "dispatch send", 0
         alive = self.meeting.alive if self.meeting is not None and not self.closed else lambda peer: None
@@ -208,7 +212,7 @@ class DeviceRuntime:
                 missed.append(MissedSignal(peer, unpack(wanted)[0], *unpack(seen), alive=alive(peer)))
                 phase, waited = PHASES[code], ns
         hint = "If the ranks are only slow (compiling, loading), raise buf.timeout_s."
-        if self._mask_peers:
+        if self._masking is not None:
             hint += " Only ranks that have ended are masked on a GPU."
         error = PeerLost if any(m.alive is False for m in missed) else PeerTimeout
         raise error(self.engine.rank, phase, missed, waited / 1e9, hint)

@@ -200,7 +200,7 @@ class DeviceState:
         self.by_owner = self.int32(by_owner)
         self.first_own = start.get(self.rank, 0)
         self.owner_start = self.int32([start[owners[e]] for e in by_owner])
-        room = self.num_ranks * capacity
+        self.slot_room = room = self.num_ranks * capacity  # rows of an expert in EXPERT_SLOTS
         self.slot_offsets = self.int32([i * room for i in range(self.num_local_experts + 1)])
         self.first_row = self.slot_offsets[:1]
         self.slot_rooms = self.int32([room] * self.num_local_experts)
@@ -238,33 +238,29 @@ class DeviceState:
     def places(self, layout: Layout, rows: Rows, alignment: int = 1) -> Places:
         """Memory for received rows of this kind. Collective when it is first asked for."""
         alignment = alignment if layout is Layout.EXPERT_MAJOR else 1
-        found = self._places.get((layout, rows, alignment))
-        if found is None:
-            found = self._memory_for((layout, rows, alignment), rows, self.region(layout, rows, alignment))
-        return found
+        return self._memory_for((layout, rows, alignment), rows, lambda: self.region(layout, rows, alignment))
 
     def inputs(self, layout: Layout, alignment: int = 1) -> Places:
         """Memory for the experts' output, where peers read it: bfloat16 rows. Collective when it is first asked for."""
-        rows = Rows.of_wire(BF16(), self.hidden)
-        num_rows = self.region(layout, rows, alignment).num_rows
-        found = self._places.get(("inputs", num_rows))
-        if found is None:
-            region = RowRegion(num_rows, rows.payload_bytes, 0, 0)
-            found = self._memory_for(("inputs", num_rows), rows, region)
-        return found
+        return self._beside("inputs", Rows.of_wire(BF16(), self.hidden), layout, alignment)
 
     def values(self, lane: str, layout: Layout, alignment: int, width: int) -> Places:
         """Memory for `width` float32 of every row, to be sent ("dispatch") or read ("combine") by peers. Collective
         when it is first asked for."""
-        num_rows = self.region(layout, Rows.of_wire(BF16(), self.hidden), alignment).num_rows
-        key = (lane, "values", num_rows, width)
-        return self._memory_for(key, Rows.opaque(4 * width, 0), RowRegion(num_rows, 4 * width, 0, 0))
+        return self._beside(f"{lane} values", Rows.opaque(4 * width, 0), layout, alignment)
 
     def encoded(self, layout: Layout, alignment: int = 1) -> Places:
         """Memory for the experts' output as LogFMT10. Collective when it is first asked for."""
-        wire, rows = LogFMT10(), self.region(layout, Rows.of_wire(BF16(), self.hidden), alignment).num_rows
-        region = RowRegion(rows, wire.payload_bytes(self.hidden), wire.sf_bytes(self.hidden), 0)
-        return self._memory_for(("encoded", rows), Rows.opaque(region.payload_bytes, region.sf_bytes), region)
+        wire = LogFMT10()
+        rows = Rows.opaque(wire.payload_bytes(self.hidden), wire.sf_bytes(self.hidden))
+        return self._beside("encoded", rows, layout, alignment)
+
+    def _beside(self, name: str, rows: Rows, layout: Layout, alignment: int) -> Places:
+        """Memory for as many other rows as a rank may receive."""
+        num_rows = self.region(layout, Rows.of_wire(BF16(), self.hidden), alignment).num_rows
+        return self._memory_for(
+            (name, rows, num_rows), rows, lambda: RowRegion(num_rows, rows.payload_bytes, rows.sf_bytes, 0)
+        )
 
     def filled(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
         """How many rows of each group of rows a step filled, and where the groups begin. COMPACT is one group."""
@@ -292,7 +288,7 @@ class DeviceState:
         """Whether the current stream is being captured into a graph."""
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
-    def _memory_for(self, key: tuple[object, ...], rows: Rows, region: RowRegion) -> Places:
+    def _memory_for(self, key: tuple[object, ...], rows: Rows, make_region: Callable[[], RowRegion]) -> Places:
         if key not in self._places:
             if self.capturing:
                 raise TransportUnavailable(
@@ -306,6 +302,7 @@ class DeviceState:
                     "together: prepare every kind of call with warmup"
                 )
             self.meet("memory", key[0])
+            region = make_region()
             made = [self.memory.allocate(region.total_bytes) for _ in range(self.num_banks)]
             self._places[key] = Places(rows, region, [own for own, _ in made], [self.int64(a) for _, a in made])
         return self._places[key]
