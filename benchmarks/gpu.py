@@ -30,6 +30,7 @@ from expertwire import reference
 from expertwire.cli.bench_report import commit
 from expertwire.formats import FP8Block
 from expertwire.kernels.dispatch_recv import await_rows
+from expertwire.layouts.device_window import SOURCE_WORDS
 from expertwire.testing import first_mismatch, payload, random_rows, random_weights, round_robin, uniform_routing
 from expertwire.testing.gpu_timing import eager, kernel_times, median, replay
 from expertwire.testing.gpu_timing import host as host_time
@@ -90,13 +91,13 @@ def check_case(shape, layout, wire, *, fused=False, alignment=1, deferred=False,
             if fused:
                 engine.dispatch_fused(ranks.xs[r], step, places[r])
             else:
-                plan = engine.planner.plan(step, places[r])
+                plan = engine.planner.plan(step)
                 engine.send(ranks.xs[r], None, plan, step, places[r], receive=not deferred)
             if deferred:
                 engine.await_rows(step)
 
         def combine(r, made=made, outs=outs):
-            ranks.engines[r].combine(ys[r], None, made[r], outs[r], weighted=layout is not COMPACT, finish=True)
+            ranks.engines[r].combine(ys[r], made[r], outs[r], weighted=layout is not COMPACT, finish=True)
 
         if number == 0:
             ranks.compile(dispatch, combine)
@@ -122,7 +123,7 @@ def differences(where, shape, layout, places, bank, step, mine, out, summed):
         "sums": (out.cpu(), summed.x),
     }
     if layout is COMPACT:
-        pairs["topk_idx"] = (meta[:, 1 : 1 + shape.num_topk], mine.topk_idx)
+        pairs["topk_idx"] = (meta[:, SOURCE_WORDS : SOURCE_WORDS + shape.num_topk], mine.topk_idx)
     else:
         source = mine.row_source.view(rows, 3)
         used = source[:, 0] >= 0
@@ -195,7 +196,7 @@ def decode_case(tokens, experts):
     y = torch.randn(experts * tokens, 7168, device="cuda").bfloat16()
     out = torch.empty_like(x)
     dispatch = total(lambda: engine.dispatch_fused(x, step, places))
-    combine = total(lambda: engine.combine(y, None, step, out, weighted=True))
+    combine = total(lambda: engine.combine(y, step, out, weighted=True))
     owned = {}
     payload_out = torch.empty_like(places.payload(0))
 
@@ -229,14 +230,14 @@ def virtual_case(num_ranks):
     outs = [torch.empty_like(x) for x in ranks.xs]
 
     def dispatch(r):
-        plan = ranks.engines[r].planner.plan(made[r], places[r])
+        plan = ranks.engines[r].planner.plan(made[r])
         ranks.engines[r].send(ranks.xs[r], None, plan, made[r], places[r], receive=True)
 
     def give_back(r):
         ranks.engines[r].give_back(0)
 
     def combine(r, finish=False):
-        ranks.engines[r].combine(ys[r], None, made[r], outs[r], weighted=True, finish=finish)
+        ranks.engines[r].combine(ys[r], made[r], outs[r], weighted=True, finish=finish)
 
     def round_trip(r):
         dispatch(r)
@@ -268,7 +269,7 @@ def compact_case(num_ranks, wire):
 
     def dispatch(r):
         engine = ranks.engines[r]
-        plan = engine.planner.plan(made[r], places[r])
+        plan = engine.planner.plan(made[r])
         engine.send(ranks.xs[r], None, plan, made[r], places[r], receive=True)
         engine.give_back(0)
 
@@ -281,7 +282,7 @@ def compact_case(num_ranks, wire):
         outs = [torch.empty_like(x) for x in ranks.xs]
 
         def combine(r):
-            ranks.engines[r].combine(ys[r], None, made[r], outs[r], weighted=False)
+            ranks.engines[r].combine(ys[r], made[r], outs[r], weighted=False)
 
         ranks.compile(combine)
         us = graph_time(lambda: ranks.each(combine), inner=2)
@@ -295,7 +296,7 @@ def expert_major_case(wire):
     row_bytes = 14336 if wire == "bf16" else 7392
 
     def dispatch():
-        plan = engine.planner.plan(step, places)
+        plan = engine.planner.plan(step)
         engine.send(x, None, plan, step, places, receive=True)
 
     parts = kernel_times(dispatch)
@@ -305,7 +306,7 @@ def expert_major_case(wire):
     if wire == "bf16":
         y, out = torch.randn(32768, 7168, device="cuda").bfloat16(), torch.empty_like(x)
         floor = copy_time((4096 + 32768) * 14336 // 2)
-        us = total(lambda: engine.combine(y, None, step, out, weighted=True))
+        us = total(lambda: engine.combine(y, step, out, weighted=True))
         note(prefill="expert_major combine", us=us, copy_us=floor, share_of_copy=floor / us)
 
 

@@ -81,7 +81,7 @@ def measure(group, tokens, num_sms, check):
         places = engine.state.places(Layout.COMPACT, Rows.of_wire(wire, HIDDEN))
 
         def dispatch(places=places):
-            plan = engine.planner.plan(step, places)
+            plan = engine.planner.plan(step)
             engine.send(x, None, plan, step, places, receive=True)
             engine.give_back(0)
 
@@ -94,19 +94,21 @@ def measure(group, tokens, num_sms, check):
             difference = first_mismatch(got, want[rank].x.view(torch.uint8))
             if difference is not None:
                 wrong.append(f"rank {rank} {wire.name} rows: {difference}")
-    inputs, out = engine.state.inputs(Layout.COMPACT), torch.empty_like(x)
-    y = inputs.payload(0).view(torch.bfloat16)
+    inputs, returned = engine.state.inputs(Layout.COMPACT), engine.state.returned(Layout.COMPACT)
+    y, out = inputs.payload(0).view(torch.bfloat16), torch.empty_like(x)
     y.copy_(places.payload(0).view(torch.bfloat16))
+    ordinary, meta = y.clone(), places.meta(0)
     torch.cuda.synchronize()
-    timed("bf16 combine, output in the window", lambda: engine.combine(y, inputs, step, out, weighted=False))
-    source = places.payload(0).clone()
-    first = torch.zeros(1, dtype=torch.int32, device="cuda")
 
-    def copy_and_combine():
-        engine.copy_rows(source, inputs.payload(0), step.num_rows, first, source.shape[0])
-        engine.combine(y, inputs, step, out, weighted=False)
+    def in_place():
+        engine.combine(y, step, out, weighted=False, seen_at=inputs.seen_at[0], returned=returned)
 
-    timed("bf16 combine, ordinary tensor", copy_and_combine)
+    def push_and_combine():
+        engine.push(ordinary, meta, step, returned)
+        engine.combine(ordinary, step, out, weighted=False, seen_at=engine.state.nowhere, returned=returned)
+
+    timed("bf16 combine, output in the window", in_place)
+    timed("bf16 combine, ordinary tensor", push_and_combine)
     if check:
         summed = reference.combine([part.x for part in want], routing)[rank].x
         difference = first_mismatch(out.cpu(), summed)

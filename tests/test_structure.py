@@ -29,6 +29,7 @@ LAYERS = [
     [
         {
             "_check",
+            "agreement",
             "autograd",
             "buffer",
             "call",

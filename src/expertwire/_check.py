@@ -32,6 +32,7 @@ class Settings:
     transport: str
     on_timeout: str
     placement: Placement
+    combine_input: str = "apart"
 
 
 def integer(name: str, value: object, low: int, high: int, rank: int | None = None) -> int:

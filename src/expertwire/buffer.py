@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal
 
@@ -12,6 +12,7 @@ import torch
 
 from expertwire import _check
 from expertwire._check import Settings
+from expertwire.agreement import agree
 from expertwire.call import Context
 from expertwire.combine import Combiner
 from expertwire.dispatch import Dispatcher
@@ -19,10 +20,8 @@ from expertwire.engines import ENGINES, device_runtime, device_transport_name, h
 from expertwire.errors import (
     BufferClosed,
     ExpertWireError,
-    GroupMismatch,
     InFlightError,
     InvalidArgument,
-    PeerRefused,
     TransportUnavailable,
 )
 from expertwire.formats import BF16, WireFormat
@@ -79,6 +78,9 @@ class Buffer:
     validate                  check that ids are in range (and distinct for EXPERT_SLOTS)
     debug_poison              fill windows and unused rows with NaN, and check guards at close
     engine                    row work: "auto", "numba" or "torch"; on GPUs "auto" or "triton"
+    combine_input             GPUs only: whether the memory of that method is "apart", or "over_rows": that of the
+                              handle's zero-copy rows, which takes half the room. Then x and sf must have been read
+                              before the experts' output is written
     num_sms                   GPUs only: kernels that move rows are one block on each of so many SMs; None = no budget
 
     Before memory is taken, raises on every rank if one rank's settings are illegal (InvalidArgument there, PeerRefused
@@ -102,6 +104,7 @@ class Buffer:
         validate: bool = True,
         debug_poison: bool = False,
         engine: str = "auto",
+        combine_input: Literal["apart", "over_rows"] = "apart",
         num_sms: int | None = None,
     ) -> None:
         ranks = bootstrap(group)
@@ -113,7 +116,8 @@ class Buffer:
             _check.choice("engine", engine, ENGINES)
             _check.timeout(timeout_s)
             on_device = device != "cpu"
-            _device_options(device, engine, debug_poison, num_sms)
+            _check.choice("combine_input", combine_input, ("apart", "over_rows"))
+            _device_options(device, engine, debug_poison, num_sms, over_rows=combine_input == "over_rows")
             experts = placement or Placement.contiguous(num_experts, ranks.num_ranks)
             _check.placement(experts, num_experts, ranks.num_ranks)
             return Settings(
@@ -126,9 +130,10 @@ class Buffer:
                 transport=(device_transport_name if on_device else transport_name)(transport, ranks),
                 on_timeout=on_timeout,
                 placement=experts,
+                combine_input=combine_input,
             )
 
-        self.settings = _agree(ranks, settings)
+        self.settings = agree(ranks, settings)
         self._handles: weakref.WeakSet[Handle] = weakref.WeakSet()
         self._closed = False
         self._engine: Any
@@ -164,6 +169,7 @@ class Buffer:
         runtime = device_runtime(
             ranks, s.transport, s.device, s.placement, capacity=s.num_max_tokens_per_rank, hidden=s.hidden,
             num_topk=s.num_topk, num_banks=s.max_in_flight, timeout_s=timeout_s, mask_peers=mask_peers, num_sms=num_sms,
+            over_rows=s.combine_input == "over_rows",
         )  # fmt: skip
         rehearse(runtime.engine.state.device)
         ranks.all_gather(None)
@@ -257,6 +263,7 @@ class Buffer:
         """Memory of the buffer, shaped as combine wants x of this handle: rows written there are read in place.
 
         GPUs only, where it saves a copy between processes. Valid until combine has finished. Collective the first time.
+        With combine_input="over_rows" HandleError, unless the dispatch was zero-copy and is not finished.
         """
         self._raise_if_unusable()
         if self.settings.device == "cpu":
@@ -346,7 +353,7 @@ class Buffer:
         layout: Layout = Layout.COMPACT,
         expert_alignment: int = 1,
         wire: WireFormat | None = None,
-        combine_input: bool = False,
+        combine_input: Literal["apart", "over_rows"] | None = None,
     ) -> int:
         """Bytes of memory that one rank shares with its peers, exactly. Pure: needs no group and no device.
 
@@ -356,14 +363,15 @@ class Buffer:
 
         On GPUs rows land where the caller sees them, so memory is taken for the kinds of rows that are dispatched, when
         they first are: this is the size for one kind, with experts spread evenly. Copies of it are the caller's. With
-        `combine_input` it counts the memory of that method, which between processes every combine takes.
+        more than one rank it counts the rows that come back for combine, which ranks of a World only have once a
+        combine was deferred; with `combine_input` also the memory of that method.
 
         >>> Buffer.size_hint(num_ranks=8, hidden=7168, num_topk=8, num_max_tokens_per_rank=128)
         103454912
         >>> from expertwire import FP8Block
         >>> Buffer.size_hint(num_ranks=8, hidden=7168, num_topk=8, num_max_tokens_per_rank=128, max_in_flight=1,
         ...                  device="cuda", num_experts=256, layout=Layout.EXPERT_SLOTS, wire=FP8Block())
-        242625536
+        257305600
         """
         _check.integer("num_ranks", num_ranks, 1, 1 << 20)
         _check.shape(num_experts, hidden, num_topk, num_max_tokens_per_rank, max_in_flight)
@@ -371,6 +379,7 @@ class Buffer:
             apart = on_timeout == "mask"
             shared = WindowLayout(num_ranks, num_max_tokens_per_rank, hidden, num_topk, max_in_flight, apart)
             return shared.total_bytes + shared.output_bytes
+        _check.choice("combine_input", combine_input, (None, "apart", "over_rows"))
         wire = wire or BF16()
         return device_bytes(
             num_ranks=num_ranks,
@@ -382,7 +391,9 @@ class Buffer:
             alignment=expert_alignment if layout == Layout.EXPERT_MAJOR else 1,
             payload_bytes=wire.payload_bytes(hidden),
             sf_bytes=wire.sf_bytes(hidden),
+            returned_bytes=2 * hidden,
             output_bytes=2 * hidden if combine_input else 0,
+            over_rows=combine_input == "over_rows",
         )
 
     def _raise_if_unusable(self) -> None:
@@ -443,7 +454,7 @@ class _OnDevice:
     runtime: Any
 
 
-def _device_options(device: str, engine: str, debug_poison: bool, num_sms: int | None) -> None:
+def _device_options(device: str, engine: str, debug_poison: bool, num_sms: int | None, *, over_rows: bool) -> None:
     """Raise for what this device does not offer."""
     reason = device_unavailable(device)
     if reason:
@@ -455,6 +466,8 @@ def _device_options(device: str, engine: str, debug_poison: bool, num_sms: int |
         _check.integer("num_sms", num_sms, 1, 1 << 10)
         if not on_device:
             raise InvalidArgument("num_sms is a setting of GPUs; leave it out on the CPU")
+    if over_rows and not on_device:
+        raise InvalidArgument("combine_input is a setting of GPUs; leave it out on the CPU")
     if on_device and torch.cuda.is_current_stream_capturing():
         raise TransportUnavailable(
             "a buffer cannot be created while a graph is captured, since its memory is shared and zeroed at once; "
@@ -462,32 +475,3 @@ def _device_options(device: str, engine: str, debug_poison: bool, num_sms: int |
         )
     if on_device and debug_poison:
         raise TransportUnavailable("debug_poison is not offered on a GPU; use device='cpu'")
-
-
-def _agree(ranks: Bootstrap, make: Callable[[], Settings]) -> Settings:
-    """The settings, or an error on every rank if one rank's are illegal or differ."""
-    mine, reason = None, ""
-    error: Exception | None = None
-    try:
-        mine = make()
-    except ExpertWireError as found:
-        found.args = (f"rank {ranks.rank}: {found}",)
-        error, reason = found, str(found)
-    except Exception as found:  # noqa: BLE001  # raised below, once the peers know
-        error, reason = found, f"rank {ranks.rank}: {found!r}"
-    gathered: list[tuple[Settings | None, str]] = ranks.all_gather((mine, reason))
-    if error is not None:
-        raise error
-    assert mine is not None
-    refused = {rank: reason for rank, (_, reason) in enumerate(gathered) if reason}
-    if refused:
-        reasons = "; ".join(refused.values())
-        raise PeerRefused(f"rank {ranks.rank}: no buffer was created, since a peer refused ({reasons})", list(refused))
-    for field in fields(Settings):
-        holders: dict[object, list[int]] = {}
-        for rank, (settings, _) in enumerate(gathered):
-            holders.setdefault(getattr(settings, field.name), []).append(rank)
-        if len(holders) > 1:
-            seen = "; ".join(f"{value} on rank(s) {ranks_of}" for value, ranks_of in holders.items())
-            raise GroupMismatch(f"{field.name} must be equal on all ranks, got {seen}")
-    return mine

@@ -18,7 +18,7 @@ import torch
 from expertwire._check import Settings
 from expertwire.autograd import Gradients, attach
 from expertwire.call import any_requires_grad
-from expertwire.device_steps import Arrived, DeviceSteps, aligned, collect_values, copy_used_rows, expose_values
+from expertwire.device_steps import Arrived, DeviceSteps, aligned, collect_values, expose_values
 from expertwire.errors import BufferClosed, HandleError, TransportUnavailable
 from expertwire.formats import BF16
 from expertwire.handle import Handle
@@ -56,7 +56,7 @@ class DeviceGradients:
         def backward(grads: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
             self._raise_if_unusable(arrived)
             rows = self._as_rows(grads[0] if x is not None else None, arrived.num_rows)
-            sums = self._combine(rows, arrived.step)
+            sums = self._combine(rows, arrived)
             weights = None
             if weighted:
                 width = self._settings.num_topk
@@ -69,17 +69,16 @@ class DeviceGradients:
         tied, handle._edge = attach(handle._edge, outputs, (x, topk_weights), backward)
         return tied[0], tied[1] if weighted else None
 
-    def _combine(self, y: torch.Tensor, step: Step) -> torch.Tensor:
+    def _combine(self, y: torch.Tensor, arrived: Arrived) -> torch.Tensor:
+        step, returned, seen_at = arrived.step, None, None
         out = self._state.empty(torch.bfloat16, step.sends_to.shape[0], self._settings.hidden)
-        inputs, staged = None, y
-        if self._engine.num_ranks > 1 and not self._runtime.memory.any_address:
-            inputs = self._state.inputs(step.layout, step.alignment)
-            staged = inputs.payload(step.bank).view(torch.bfloat16)
+        if self._state.pushes:
+            returned, seen_at = self._state.returned(step.layout), self._state.nowhere
 
         def launches() -> None:
-            if inputs is not None:
-                copy_used_rows(self._engine, y.view(torch.uint8), staged.view(torch.uint8), step)
-            self._engine.combine(staged, inputs, step, out, weighted=False)
+            if returned is not None:
+                self._engine.push(y, arrived.meta, step, returned)
+            self._engine.combine(y, step, out, weighted=False, seen_at=seen_at, returned=returned)
 
         self._runtime.launch(("backward of dispatch", step.layout), launches)
         return out

@@ -22,6 +22,7 @@ from expertwire.formats.fp8 import column_major
 from expertwire.handle import Dispatched, Handle
 from expertwire.kernels.engine import DeviceEngine, Places, Rows, Step
 from expertwire.kernels.runtime import DeviceRuntime
+from expertwire.layouts.device_window import SOURCE_WORDS
 from expertwire.layouts.receive import Layout
 
 Dtypes = tuple[torch.dtype, torch.dtype | None]
@@ -80,7 +81,7 @@ class DeviceDispatcher:
                 if fused:
                     engine.dispatch_fused(payload, step, places)
                 else:
-                    plan = engine.planner.repeat(step, places) if cached else engine.planner.plan(step, places)
+                    plan = engine.planner.repeat(step, places) if cached else engine.planner.plan(step)
                     engine.send(payload, sf, plan, step, places, receive=not defer_receive)
 
             def prepare() -> None:
@@ -117,14 +118,15 @@ class DeviceDispatcher:
             num_rows, fields = self._counts(step, places, known)
             fields["x"], fields["sf"] = self._views(step, places, num_rows, dtypes, wire, owned=not zero_copy)
             if not cached:  # before others may write the bank
-                meta = _first(places.meta(bank), num_rows)
-                meta = meta if zero_copy else meta.clone()
+                meta, borrowed = _first(places.meta(bank), num_rows), zero_copy and not self._state.pushes
+                meta = meta if borrowed else meta.clone()
             if zero_copy:
                 handle._on_finish = lambda: self._finish(epoch, bank)
             else:
                 self._finish(epoch, bank)
             if not cached:
-                handle._arrived = Arrived(step, num_rows, exact, epoch if zero_copy else None, meta, masked)
+                held = epoch if zero_copy else None
+                handle._arrived = Arrived(step, num_rows, exact, held, meta, places, borrowed, masked)
             fields["_later"], fields["missing_ranks"] = _LaterOfDispatch(engine, step, handle._arrived), masked
             if differentiable:
                 weights = None if cached else fields["_later"].topk_weights()
@@ -296,12 +298,13 @@ class _LaterOfDispatch(Later):
     def topk_idx(self) -> torch.Tensor | None:
         if self._step.layout is not Layout.COMPACT:
             return None
-        return torch.where(self._used(), self._arrived.meta[:, 1 : 1 + self._engine.num_topk], -1)
+        ids = self._arrived.meta[:, SOURCE_WORDS : SOURCE_WORDS + self._engine.num_topk]
+        return torch.where(self._used(), ids, -1)
 
     def topk_weights(self) -> torch.Tensor | None:
         if self._step.layout is not Layout.COMPACT or self._arrived.step.topk_weights is None:
             return None
-        weights = self._arrived.meta[:, 1 + self._engine.num_topk :].view(torch.float32)
+        weights = self._arrived.meta[:, SOURCE_WORDS + self._engine.num_topk :].view(torch.float32)
         return torch.where(self._used(), weights, 0.0)
 
     def _used(self) -> torch.Tensor:

@@ -9,18 +9,11 @@ import torch
 from expertwire import _check
 from expertwire.call import record
 from expertwire.device_autograd import DeviceGradients
-from expertwire.device_steps import (
-    DeviceSteps,
-    Later,
-    collect_values,
-    copy_used_rows,
-    expose_values,
-    plain,
-)
+from expertwire.device_steps import Arrived, DeviceSteps, Later, collect_values, expose_values, plain
 from expertwire.errors import HandleError, InvalidArgument, TransportUnavailable
 from expertwire.formats import BF16, LogFMT10
 from expertwire.handle import Combined, Handle
-from expertwire.kernels.engine import Places, Step
+from expertwire.kernels.engine import Step
 from expertwire.kernels.masking import num_missing
 from expertwire.kernels.runtime import DeviceRuntime
 from expertwire.kernels.wire import combine_encoded, encode_rows
@@ -41,7 +34,16 @@ class DeviceCombiner:
     def inputs(self, handle: Any) -> torch.Tensor:
         """Memory for the experts' output of this handle that combine reads in place. Collective the first time."""
         arrived = self._steps.arrived(self._owner, handle)
-        memory = self._state.inputs(arrived.step.layout, arrived.step.alignment).payload(arrived.step.bank)
+        step, state = arrived.step, self._state
+        if not state.over_rows:
+            memory = state.inputs(step.layout, step.alignment).payload(step.bank)
+        elif arrived.held_epoch is None or handle.finished:
+            raise HandleError(
+                f"rank {self._rank}: {handle} has no combine_input, which this buffer has over the rows of a dispatch "
+                "with zero_copy=True, until its first combine"
+            )
+        else:
+            memory = arrived.places.output(step.bank)
         return memory.view(torch.bfloat16)[: arrived.num_rows].view(self._dims(handle))
 
     def _dims(self, handle: Handle) -> tuple[int, ...]:
@@ -71,32 +73,39 @@ class DeviceCombiner:
             held = arrived.held_epoch if not handle.finished else None
             late = defer_receive and several
             encoded = isinstance(wire, LogFMT10)
-            shared = encoded or late or (several and not self._runtime.memory.any_address)
+            pushed = encoded or late or self._state.pushes
+            if pushed and arrived.borrowed and handle.finished:
+                raise HandleError(
+                    f"rank {self._rank}: {handle} was dispatched with zero_copy=True, so where its rows came from is "
+                    "no longer known, which a further combine needs that is deferred or has LogFMT10 rows: use "
+                    "zero_copy=False, or combine bfloat16 rows at once"
+                )
 
             def send() -> None:
                 if values is not None:
                     expose_values(self._runtime, values, step)
-                inputs, staged = self._inputs(y, step, shared=shared, encoded=encoded)
-                if encoded and inputs is not None:
-                    encode_rows(engine, y, inputs, step)
-                elif y.data_ptr() != staged.data_ptr() or (engine.launch.compiling and shared):
-                    self._stage(y, staged, step)
+                seen_at = None
+                if encoded:
+                    encode_rows(engine, y, arrived.meta, step, self._state.encoded(step.layout))
+                elif pushed:
+                    seen_at = self._push(y, arrived, own=late)
                 if late:
-                    engine.combine_ready(staged, inputs, step, receive=False)
+                    engine.combine_ready(y, step, seen_at, tell=not encoded, own=True, receive=False)
                 if not late or engine.launch.compiling:
-                    gather(inputs, staged)
+                    gather(seen_at)
 
-            def gather(inputs: Places | None, staged: torch.Tensor) -> None:
+            def gather(seen_at: torch.Tensor | None) -> None:
                 for finish in (False, True) if engine.launch.compiling else (held is not None,):
-                    if encoded and inputs is not None:
+                    if encoded:
                         combine_encoded(
-                            engine, inputs, step, out, weighted=weighted, biases=addends, publish=not late,
-                            finish=finish,
+                            engine, self._state.encoded(step.layout), step, out, weighted=weighted, biases=addends,
+                            publish=not late, finish=finish,
                         )  # fmt: skip
                         continue
                     engine.combine(
-                        staged, inputs, step, out, weighted=weighted, biases=addends, publish=not late, finish=finish,
-                        by_rank=by_rank,
+                        y, step, out, weighted=weighted, seen_at=seen_at,
+                        returned=self._state.returned(step.layout) if pushed else None, biases=addends,
+                        publish=not late, finish=finish, by_rank=by_rank,
                     )  # fmt: skip
 
             def prepare() -> None:
@@ -106,7 +115,7 @@ class DeviceCombiner:
 
             biased = len(biases) if self._runtime.sharing else 0
             kind = (
-                "combine", step.layout, weighted, by_rank, encoded, biased, late, shared, values is not None,
+                "combine", step.layout, weighted, by_rank, encoded, biased, late, pushed, values is not None,
                 differentiable,
             )  # fmt: skip
             first = not self._runtime.knows(kind)
@@ -133,7 +142,7 @@ class DeviceCombiner:
         def complete() -> dict[str, Any]:
             if late:
                 steps.raise_if_outdated(arrived.masked)
-                gather(*self._inputs(y, step, shared=shared, encoded=encoded))
+                gather(self._state.nowhere)
                 steps.combining.discard(step.bank)
             handle._busy = False
             if held is not None and handle._on_finish is not None:
@@ -151,19 +160,13 @@ class DeviceCombiner:
         later = Later(self._state.device) if defer_receive else None
         return record(Combined, complete, defer_receive, _later=later)
 
-    def _inputs(
-        self, y: torch.Tensor, step: Step, *, shared: bool, encoded: bool
-    ) -> tuple[Places | None, torch.Tensor]:
-        """Memory of the buffer that peers read, if they cannot read y; and the rows that they will read."""
-        if not shared:
-            return None, y
-        inputs = (self._state.encoded if encoded else self._state.inputs)(step.layout, step.alignment)
-        return inputs, inputs.payload(step.bank).view(torch.bfloat16)
-
-    def _stage(self, y: torch.Tensor, staged: torch.Tensor, step: Step) -> None:
-        source = y.view(-1, self._settings.hidden).view(torch.uint8)
-        if source.shape[0]:
-            copy_used_rows(self._engine, source, staged.view(torch.uint8), step)
+    def _push(self, y: torch.Tensor, arrived: Arrived, *, own: bool) -> torch.Tensor:
+        """Bring rows to where peers read them, unless they lie there; returns where peers see y."""
+        step, state = arrived.step, self._state
+        seen_at = state.seen_at(y, step, arrived.places)
+        if seen_at is None or self._engine.launch.compiling:
+            self._engine.push(y, arrived.meta, step, state.returned(step.layout), own=own)
+        return state.nowhere if seen_at is None else seen_at
 
     def _checked(
         self, x: Any, handle: Handle, topk_weights: Any, bias: Any, reduce: Any, wire: Any

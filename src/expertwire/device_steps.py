@@ -13,7 +13,7 @@ from expertwire.call import check_handle
 from expertwire.errors import HandleError, PeerMasked, PeerRefused, PeerTimeout
 from expertwire.handle import Handle
 from expertwire.kernels.backward import combine_values, width_of
-from expertwire.kernels.engine import DeviceEngine, Step
+from expertwire.kernels.engine import DeviceEngine, Places, Step
 from expertwire.kernels.masking import forget
 from expertwire.kernels.runtime import LANES, DeviceRuntime, refusal
 from expertwire.protocols.lane import Lane
@@ -22,14 +22,16 @@ from expertwire.steps import LaneSteps
 
 @dataclass
 class Arrived:
-    """What a handle keeps of its dispatch: its step, and the shape of the rows that combine will be given; and which
-    ranks were masked then."""
+    """What a handle keeps of its dispatch: its step, the shape of the rows that combine will be given, and where they
+    came from; and which ranks were masked then."""
 
     step: Step
     num_rows: int
     exact: bool
     held_epoch: int | None  # of a zero-copy dispatch, whose bank is busy until the handle is finished
-    meta: torch.Tensor  # what came with the rows; of a zero-copy dispatch gone with them
+    meta: torch.Tensor  # what came with the rows
+    places: Places  # where they are, if `held_epoch`
+    borrowed: bool  # `meta` is the window's, which later dispatches write to once the handle is finished
     masked: tuple[int, ...]
 
 
@@ -113,7 +115,7 @@ class DeviceSteps:
         for handle in self.handles:
             handle.finished, handle._busy, handle._on_finish = True, False, None
             if handle._arrived is not None:
-                forget(handle._arrived.step, set(peers))
+                forget(handle._arrived.step, handle._arrived.meta, set(peers))
         raise PeerMasked(
             f"rank {self.rank}: rank(s) {', '.join(map(str, peers))} have ended and are masked from now on. What was "
             "in flight is void on all ranks, that is, all since synchronize() last returned: dispatch again.", peers,

@@ -14,6 +14,7 @@ import torch
 
 from expertwire import reference
 from expertwire.formats import BF16, FP8Block
+from expertwire.layouts.device_window import SOURCE_WORDS
 from expertwire.layouts.receive import Layout
 from expertwire.testing import (
     first_mismatch,
@@ -158,7 +159,7 @@ def run(group, case):
     memory = SharedFiles(group)
     rank, wire, engine = memory.rank, WIRES[case.wire], device_engine(memory, case)
     places = engine.state.places(case.layout, Rows.of_wire(wire, case.hidden), case.alignment)
-    inputs = engine.state.inputs(case.layout, case.alignment)
+    inputs, returned = engine.state.inputs(case.layout, case.alignment), engine.state.returned(case.layout)
     wrong = []
 
     def compare(name, got, want):
@@ -177,7 +178,7 @@ def run(group, case):
         if case.fused:
             engine.dispatch_fused(xs[rank], step, places)
         else:
-            plan = engine.planner.plan(step, places)
+            plan = engine.planner.plan(step)
             engine.send(xs[rank], None, plan, step, places, receive=not case.deferred)
         if case.deferred:
             engine.await_rows(step)
@@ -188,8 +189,9 @@ def run(group, case):
         payload, sf, meta = places.payload(bank)[:num_rows], places.sf(bank), places.meta(bank)[:num_rows]
         if case.layout is Layout.COMPACT:
             used = torch.ones(num_rows, dtype=torch.bool)
-            compare("topk_idx", meta[:, 1 : 1 + case.num_topk], mine.topk_idx)
-            compare("weights", meta[:, 1 + case.num_topk :].contiguous().view(torch.float32), mine.topk_weights)
+            _, local_ids, values = meta.split([SOURCE_WORDS, case.num_topk, case.num_topk], dim=1)
+            compare("topk_idx", local_ids, mine.topk_idx)
+            compare("weights", values.contiguous().view(torch.float32), mine.topk_weights)
         else:
             source = mine.row_source.view(num_rows, 3)
             used = source[:, 0] >= 0
@@ -209,14 +211,19 @@ def run(group, case):
         biases = [random_rows(2000 + r, n, case.hidden) for r, n in enumerate(case.num_tokens[: case.num_ranks])]
         by_rank = number % 2 == 0 and case.layout is not Layout.COMPACT
         summed = reference.combine(y, routing, bias=[biases], reduce="rank" if by_rank else "token")[rank].x
-        mine_y = inputs.payload(bank).view(torch.bfloat16)[:num_rows]
-        mine_y.copy_(y[rank])
+        in_place = (number + rank) % 2 == 0  # rows of one rank are read where they are, those of the next are pushed
+        mine_y = inputs.payload(bank).view(torch.bfloat16)[:num_rows] if in_place else y[rank].view(num_rows, -1)
+        told = inputs.seen_at[bank] if in_place else engine.state.nowhere
+        if in_place:
+            mine_y.copy_(y[rank].view(num_rows, -1))
+        else:
+            engine.push(mine_y, places.meta(bank), step, returned, own=case.deferred)
         out = torch.empty(xs[rank].shape, dtype=torch.bfloat16)
         if case.deferred:
-            engine.combine_ready(mine_y, inputs, step, receive=False)
+            engine.combine_ready(mine_y, step, told, own=True, receive=False)
         engine.combine(
-            mine_y, inputs, step, out, weighted=case.layout is not Layout.COMPACT, finish=True, biases=(biases[rank],),
-            publish=not case.deferred, by_rank=by_rank,
+            mine_y, step, out, weighted=case.layout is not Layout.COMPACT, seen_at=told, returned=returned,
+            biases=(biases[rank],), publish=not case.deferred, finish=True, by_rank=by_rank,
         )  # fmt: skip
         compare("sums", out, summed)
     if engine.state.status.any():

@@ -12,7 +12,7 @@ from expertwire.transports.shm import Shm
 from expertwire.world import bootstrap
 
 
-def interpreted_buffer(group, placement=None, mask_peers=False):
+def interpreted_buffer(group, placement=None, mask_peers=False, over_rows=False):
     """What `Buffer` makes of device="cuda", but for the memory."""
     use_interpreter()
     from expertwire.kernels.engine import DeviceEngine
@@ -22,7 +22,15 @@ def interpreted_buffer(group, placement=None, mask_peers=False):
     memory = SharedFiles(group)
     placement = placement or Placement.contiguous(EXPERTS, memory.num_ranks)
     engine = DeviceEngine(
-        memory, placement, capacity=CAPACITY, hidden=HIDDEN, num_topk=TOPK, num_banks=2, num_sms=4, timeout_us=1
+        memory,
+        placement,
+        capacity=CAPACITY,
+        hidden=HIDDEN,
+        num_topk=TOPK,
+        num_banks=2,
+        num_sms=4,
+        timeout_us=1,
+        over_rows=over_rows,
     )
     meeting = Meeting(Shm(bootstrap(group), MEETING_BYTES, MEETING_BYTES)) if memory.num_ranks > 1 else None
     buf = object.__new__(Buffer)

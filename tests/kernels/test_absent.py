@@ -40,19 +40,20 @@ def rank_work(group, layout, call):
         return engine.state.step(0, layout, ids, torch.ones(TOKENS, 2))
 
     step = new_step()
-    dispatch(step, engine.planner.plan(step, places))
+    dispatch(step, engine.planner.plan(step))
     y.copy_(places.payload(0).view(torch.bfloat16))
-    engine.combine(y, inputs, step, out, weighted=False, finish=memory.rank == 0 or call != "repeated dispatch")
+    told = inputs.seen_at[0]
+    engine.combine(y, step, out, weighted=False, seen_at=told, finish=memory.rank == 0 or call != "repeated dispatch")
     memory.all_gather(None)
     places.payload(0).fill_(0xEE)
     out.fill_(7.0)
     if memory.rank == 0:
         engine.state.timeout_us, x = 20, -x
         if call == "combine":
-            engine.combine(y, inputs, step, out, weighted=False)
+            engine.combine(y, step, out, weighted=False, seen_at=told)
         elif call == "dispatch":
             step = new_step()
-            dispatch(step, engine.planner.plan(step, places))
+            dispatch(step, engine.planner.plan(step))
         else:
             dispatch(step, engine.planner.repeat(step, places))
     memory.all_gather(None)
@@ -95,7 +96,7 @@ def late_for_one(group):
             state.own[at : at + 8].view(torch.int64).fill_(pack(1, 0))
     step = state.step(0, Layout.COMPACT, torch.tensor([[0, 2], [1, 3], [2, -1]]), None)
     if memory.rank != 2:
-        engine.send(random_rows(memory.rank, TOKENS, HIDDEN), None, engine.planner.plan(step, places), step, places,
+        engine.send(random_rows(memory.rank, TOKENS, HIDDEN), None, engine.planner.plan(step), step, places,
                     receive=True)  # fmt: skip
     memory.all_gather(None)
     return state.status.view(-1, 4)[:, 0].tolist(), int(step.void) > 0, state.refusals[0, 0].tolist()

@@ -13,38 +13,55 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 
+from expertwire.kernels.combine_push import combine_push  # noqa: E402
 from expertwire.kernels.combine_recv import combine_gather  # noqa: E402
 from expertwire.kernels.combine_send import combine_send  # noqa: E402
 from expertwire.kernels.dispatch_send import dispatch_send  # noqa: E402
 from expertwire.kernels.dispatch_slots import dispatch_slots  # noqa: E402
 from expertwire.kernels.gradients import gradient_rows  # noqa: E402
 from expertwire.kernels.logfmt import combine_logfmt, encode_rows  # noqa: E402
-from expertwire.kernels.place import address_rows, place_ranks, rows_of_slots  # noqa: E402
+from expertwire.kernels.place import address_rows, rows_of_slots  # noqa: E402
 from expertwire.kernels.plan import plan_count  # noqa: E402
 from expertwire.kernels.values import combine_values, send_values  # noqa: E402
 
 HOPPER, BLACKWELL, CDNA3 = GPUTarget("cuda", 90, 32), GPUTarget("cuda", 100, 32), GPUTarget("hip", "gfx942", 64)
 WORDS = {"x": "*bf16", "y": "*bf16", "out": "*bf16", "topk_weights": "*fp32", "tickets": "*i32", "home": "*i32"}
+WORDS |= dict.fromkeys(["meta", "indexes"], "*i32")
 WORDS |= dict.fromkeys(["keys", "block_counts", "first_rows", "totals", "scratch", "by_owner"], "*i32")
 WORDS |= dict.fromkeys(["owner_start", "owners"], "*i32")
 WORDS |= dict.fromkeys(["arrived"], "*bf16") | dict.fromkeys(["values", "weights", "dots"], "*fp32")
 WORDS |= {"counts": "*i32", "lengths": "*i32", "offsets": "*i32", "rows": "*i16", "payload": "*i16", "sf": "*i16"}
-NUMBERS = {"rank", "num_tokens", "num_blocks", "room", "L", "first_own", "alignment", "timeout_us", "sf_at", "meta_at"}
+NUMBERS = {
+    "rank",
+    "num_tokens",
+    "num_blocks",
+    "room",
+    "L",
+    "first_own",
+    "alignment",
+    "timeout_us",
+    "sf_at",
+    "meta_at",
+    "group_rows",
+}
 NUMBERS |= {"num_rows", "num_values", "num_places", "num_slots"}
 SIZES = {"R": 8, "RANKS": 8, "E": 256, "hidden": 7168, "BLOCK": 128}
 SLOTS = SIZES | {"BINS": 512, "K": 8, "SLOTS": 8, "TOKENS": 128, "LINES": 64, "PARTS": 1, "UE8M0": False}
 SEND = SIZES | {
     "sf_in": None, "SENDS": 8, "LINES": 64, "width": 7168, "unit_bytes": 2, "SF_UNITS": 64, "sf_unit_bytes": 4,
-    "UE8M0": False, "RECEIVE": True, "SLOTS": 8, "TOKENS": 64, "KEYS": 512, "PLACE": True,
+    "UE8M0": False, "RECEIVE": True, "K": 8, "SLOTS": 8, "TOKENS": 64, "KEYS": 512, "PLACE": True, "COMPACT": False,
+    "topk_idx": None, "topk_weights": None, "indexes": None,
 }  # fmt: skip
 PLACED = {"PLACE": False, "keys": None, "block_counts": None, "first_rows": None}
+COMPACT = {k: v for k, v in SEND.items() if k not in ("topk_idx", "topk_weights", "indexes")}
+COMPACT |= {"COMPACT": True, "TOKENS": 128, "KEYS": 1024}
 COMBINE = SIZES | {
-    "bias0": None, "bias1": None, "SENDS": 8, "WEIGHTED": True, "NUM_BIASES": 0, "EXCHANGE": True, "PUBLISH": True,
-    "RECEIVE": True, "AGAIN": False, "FINISH": True, "BY_RANK": False,
+    "bias0": None, "bias1": None, "SENDS": 8, "WEIGHTED": True, "NUM_BIASES": 0, "TELL": True, "OWN": False,
+    "PUBLISH": True, "RECEIVE": True, "AGAIN": False, "FINISH": True, "BY_RANK": False,
 }  # fmt: skip
 PLAN = SIZES | {"K": 8, "SLOTS": 8, "TOKENS": 64}
 GRADIENT = {"GROUPS": 32, "GROUP_BINS": 32, "ROWS": 2, "COLUMNS": 2048, "hidden": 7168}
-LOGFMT = {"hidden": 7168, "CHUNK": 1024}
+LOGFMT = {"hidden": 7168, "CHUNK": 1024, "SENDS": 8, "META": 3}
 VALUES = {"R": 8, "RANKS": 8, "K": 8, "WIDTH": 8, "ENTRIES": 1024}
 KERNELS = {
     "slots fp8": (dispatch_slots, SLOTS | {"FP8": True, "sf_bytes": 224}, 8),
@@ -54,6 +71,12 @@ KERNELS = {
     "send bf16": (dispatch_send, SEND | {"ROWS": 1, "FP8": False, "sf_units": 0}, 4),
     "send fp8 to experts, few SMs": (dispatch_send, SEND | {"ROWS": 4, "FP8": True, "sf_units": 56}, 32),
     "send bf16, few SMs": (dispatch_send, SEND | PLACED | {"SENDS": 2, "ROWS": 4, "FP8": False, "sf_units": 0}, 16),
+    "send fp8 to ranks, few SMs": (dispatch_send, COMPACT | {"SENDS": 2, "ROWS": 4, "FP8": True, "sf_units": 56}, 32),
+    "send bf16 to ranks, few SMs": (dispatch_send, COMPACT | {"SENDS": 2, "ROWS": 4, "FP8": False, "sf_units": 0}, 16),
+    "send bf16 to ranks": (dispatch_send, COMPACT | {"ROWS": 1, "FP8": False, "sf_units": 0}, 4),
+    "push": (
+        combine_push, {"GROUPS": 32, "ROWS": 4, "UNITS": 4096, "units": 3584, "SENDS": 8, "META": 3, "OWN": False}, 32,
+    ),
     "combine": (combine_gather, COMBINE | {"ROWS": 1, "COLUMNS": 1024, "PARTS": 7}, 4),
     "combine, many tokens": (combine_gather, COMBINE | {"ROWS": 1, "COLUMNS": 8192, "PARTS": 1}, 16),
     "combine, few SMs": (combine_gather, COMBINE | {"SENDS": 2, "ROWS": 4, "COLUMNS": 8192, "PARTS": 1}, 32),
@@ -64,7 +87,6 @@ KERNELS = {
             "EXPERTS": 256, "EXPERT_BINS": 512, "RANK_BINS": 16, "BLOCKS": 64, "COLUMNS": 256, "LAYOUT": 1
         }, 16,
     ),
-    "place ranks": (place_ranks, PLAN | {"SENDS": 8, "WEIGHTED": True, "payload_bytes": 7168}, 8),
     "place, repeated": (address_rows, SIZES | {"PLACES": 4096, "payload_bytes": 7168}, 8),
     "place, slots": (rows_of_slots, {"K": 8, "SENDS": 8, "ENTRIES": 1024}, 8),
     "gradient": (gradient_rows, GRADIENT | {"WEIGHTED": True}, 8),
@@ -72,13 +94,13 @@ KERNELS = {
         gradient_rows, GRADIENT | {"WEIGHTED": False, "y": None, "weights": None, "dots": None, "GROUPS": 1,
                                    "GROUP_BINS": 1}, 8,
     ),
-    "logfmt encode": (encode_rows, LOGFMT | {"GROUPS": 32, "GROUP_BINS": 32}, 4),
+    "logfmt encode": (encode_rows, LOGFMT | {"R": 8, "GROUPS": 32, "GROUP_BINS": 32}, 4),
     "logfmt combine": (combine_logfmt, COMBINE | LOGFMT | {"PARTS": 7}, 4),
     "values, sent": (send_values, VALUES, 4),
     "values, combined": (combine_values, VALUES, 4),
 }  # fmt: skip
 NO_ROWS = ("ready", "plan", "place", "values", "logfmt")  # LogFMT10 is made of words of 4 bytes, and limits of 2
-NO_SIGNAL = ("slots", "place", "gradient", "values, sent", "logfmt encode")
+NO_SIGNAL = ("slots", "push", "place", "gradient", "values, sent", "logfmt encode")
 ON_CUDA = [(name, HOPPER) for name in KERNELS] + [(name, BLACKWELL) for name in ("slots fp8", "combine")]
 
 
@@ -144,6 +166,7 @@ def test_cuda(compiled, tmp_path, name, target):
         "plan": 48,
         "send fp8, few SMs": 48,
         "send fp8 to experts, few SMs": 64,
+        "send fp8 to ranks, few SMs": 80,
         "send fp8": 8,
         "send bf16": 8,
     }.get(name, 0)

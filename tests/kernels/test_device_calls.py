@@ -4,11 +4,25 @@ import importlib.util
 
 import pytest
 import torch
-from device_checks import CAPACITY, COMPACT, EXPERTS, HIDDEN, MAJOR, SLOTS, TOPK, check_rank
+from device_checks import (
+    CAPACITY,
+    COMPACT,
+    EXPERTS,
+    HIDDEN,
+    MAJOR,
+    SLOTS,
+    TOPK,
+    check_rank,
+    data,
+    output_of_experts,
+    same_dispatch,
+)
 from interpreted_buffer import interpreted_buffer
 
+from expertwire import reference
 from expertwire.buffer import Buffer
-from expertwire.formats import BF16, FP8Block
+from expertwire.errors import HandleError
+from expertwire.formats import BF16, FP8Block, LogFMT10
 from expertwire.testing import assert_equal, random_rows, uniform_routing
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -22,7 +36,7 @@ def rank_work(group, layout, wire, options):
         size = Buffer.size_hint(
             num_ranks=buf.num_ranks, hidden=HIDDEN, num_topk=TOPK, num_max_tokens_per_rank=CAPACITY, device="cuda",
             num_experts=EXPERTS, layout=layout, expert_alignment=options.get("alignment", 1), wire=wire,
-            combine_input=True,
+            combine_input="apart",
         )  # fmt: skip
         state.inputs(layout, options.get("alignment", 1))
         assert state.total_bytes == size
@@ -43,6 +57,82 @@ CASES = [
 @pytest.mark.parametrize(("layout", "wire", "options", "num_ranks"), CASES)
 def test_device_calls(processes, layout, wire, options, num_ranks):
     processes.run(rank_work, layout, wire, options, num_ranks=num_ranks, timeout_s=120)
+
+
+def one_expert(group, counts):
+    """All slots of all tokens name one expert, which gets more rows than a rank has tokens."""
+    buf = interpreted_buffer(group)
+    xs = [random_rows(r, CAPACITY, HIDDEN) for r in range(buf.num_ranks)]
+    ids = [torch.full((CAPACITY, TOPK), EXPERTS - 1) for _ in xs]
+    routing = reference.route(ids, placement=buf.settings.placement, layout=MAJOR)
+    want = reference.dispatch(xs, routing, BF16())
+    sent = buf.dispatch(xs[buf.rank], ids[buf.rank], layout=MAJOR, counts=counts)
+    same_dispatch(sent, want[buf.rank], MAJOR, counts)
+    y = [random_rows(9 + r, part.x.shape[0], HIDDEN) for r, part in enumerate(want)]
+    back = buf.combine(output_of_experts(sent, y[buf.rank]), sent.handle)
+    assert_equal(back.x, reference.combine(y, routing)[buf.rank].x)
+
+
+@pytest.mark.parametrize(("counts", "num_ranks"), [("host", 1), ("device", 2)])
+def test_one_expert_gets_all(processes, counts, num_ranks):
+    processes.run(one_expert, counts, num_ranks=num_ranks, timeout_s=120)
+
+
+def further_combines(group):
+    """Of a zero-copy dispatch that is finished, when others have written to its bank."""
+    buf = interpreted_buffer(group)
+    x, ids = random_rows(buf.rank, 5, HIDDEN), uniform_routing(buf.rank, 5, TOPK, EXPERTS)
+    sent = buf.dispatch(x, ids, layout=SLOTS, zero_copy=True)
+    y = sent.x.clone()
+    first = buf.combine(y, sent.handle).x
+    for seed in range(2):
+        buf.dispatch(x, uniform_routing(7 + seed, 5, TOPK, EXPERTS), layout=SLOTS, zero_copy=True).handle.release()
+    if buf.num_ranks > 1:
+        assert_equal(buf.combine(y, sent.handle, defer_receive=True).hook().x, first)
+        return
+    assert_equal(buf.combine(y, sent.handle).x, first)
+    with pytest.raises(HandleError, match="zero_copy=False"):
+        buf.combine(y, sent.handle, wire=LogFMT10())
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_further_combines_of_a_zero_copy_dispatch(processes, num_ranks):
+    processes.run(further_combines, num_ranks=num_ranks, timeout_s=120)
+
+
+def output_over_rows(group, wire):
+    """The experts' output is written where the rows were, and read there by peers."""
+    buf = interpreted_buffer(group, over_rows=True)
+    for step in range(3):
+        xs, ids, weights = data(buf.num_ranks, step)
+        routing = reference.route(ids, weights, placement=buf.settings.placement, layout=SLOTS, capacity=CAPACITY)
+        want = reference.dispatch(xs, routing, wire)
+        rank = buf.rank
+        sent = buf.dispatch(xs[rank], ids[rank], weights[rank], layout=SLOTS, wire=wire, zero_copy=True)
+        same_dispatch(sent, want[rank], SLOTS, step)
+        source, y = (
+            sent.row_source.clone(),
+            [random_rows(9 + r, p.x.numel() // HIDDEN, HIDDEN) for r, p in enumerate(want)],
+        )
+        memory = buf.combine_input(sent.handle)
+        assert memory.data_ptr() == sent.x.data_ptr()
+        memory.copy_(output_of_experts(sent, y[rank]).view(memory.shape))
+        assert torch.equal(sent.row_source, source)
+        back = buf.combine(memory, sent.handle)
+        assert_equal(back.x, reference.combine(y, routing)[rank].x)
+        with pytest.raises(HandleError, match="zero_copy=True, until its first combine"):
+            buf.combine_input(sent.handle)
+    size = Buffer.size_hint(
+        num_ranks=buf.num_ranks, hidden=HIDDEN, num_topk=TOPK, num_max_tokens_per_rank=CAPACITY, device="cuda",
+        num_experts=EXPERTS, layout=SLOTS, wire=wire, combine_input="over_rows",
+    )  # fmt: skip
+    assert buf._steps.engine.state.total_bytes == size
+    torch.distributed.barrier(group)
+
+
+@pytest.mark.parametrize("wire", [BF16(), FP8Block()])
+def test_output_over_rows(processes, wire):
+    processes.run(output_over_rows, wire, num_ranks=3, timeout_s=120)
 
 
 def zero_copy_tensors(group, layout, counts):

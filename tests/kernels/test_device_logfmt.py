@@ -17,29 +17,33 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 
 def round_trip(group, hidden):
-    """Rows through `encode_rows` and `combine_logfmt`, weighted, against the format; how many chunks were cast."""
+    """Rows, the last one of the first token, through `encode_rows` and `combine_logfmt`, weighted, against the format;
+    how many chunks were cast."""
     use_interpreter()
     from expertwire.kernels.logfmt import combine_logfmt, encode_rows
 
     x = mixed_rows(21, hidden, seed=hidden)
     rows, wire, chunk = len(x), LogFMT10(), 1024 if hidden % 1024 == 0 else 512
-    payload, sf = wire.encode(x)
-    memory = torch.zeros(rows, hidden, dtype=torch.int16), torch.zeros(rows, sf.shape[1], dtype=torch.int16)
-    count = torch.tensor([rows], dtype=torch.int32)
+    coded = wire.encode(x)
+    sf, none = coded[1].view(torch.uint8), torch.zeros(2, dtype=torch.int32)
+    memory = torch.zeros(rows, 2 * hidden + sf.shape[1], dtype=torch.uint8)
+    came, limits = memory.view(-1)[: 2 * rows * hidden], memory.view(-1)[2 * rows * hidden :]
+    count, token = torch.tensor([rows], dtype=torch.int32), torch.arange(rows, dtype=torch.int32).flip(0)
     encode_rows[(2,)](
-        x.view(torch.int16), count, 0 * count, rows, *memory, GROUPS=1, GROUP_BINS=1, hidden=hidden, CHUNK=chunk
-    )
-    assert torch.equal(memory[1], sf.view(torch.int16))
+        x.view(torch.int16), torch.stack([0 * token, token, 0 * token], 1), count, 0 * count, none, rows,
+        torch.tensor([memory.data_ptr()]), len(came), R=1, GROUPS=1, GROUP_BINS=1, hidden=hidden, CHUNK=chunk,
+        SENDS=1, META=3,
+    )  # fmt: skip
+    assert torch.equal(limits.view(rows, -1).flip(0), sf)
     weights, out = torch.rand(rows, 1), torch.empty(rows, hidden, dtype=torch.bfloat16)
-    none, octets = torch.zeros(2, dtype=torch.int64), torch.cat([part.view(torch.uint8).flatten() for part in memory])
     combine_logfmt[(2,)](
-        torch.arange(rows)[:, None].contiguous(), weights, None, None, out, none, rows, 1,
-        torch.tensor([octets.data_ptr()]), *[none] * 5, 0, 2 * rows * hidden,
+        torch.arange(rows).flip(0)[:, None].contiguous(), weights, None, None, out, none, rows, 1,
+        came, limits, *[none] * 5, 0,
         R=1, RANKS=1, SENDS=1, CHUNK=chunk, PARTS=-(-hidden // chunk), hidden=hidden, WEIGHTED=True, NUM_BIASES=0,
         FINISH=False,
     )  # fmt: skip
-    wanted = (0.0 + weights * wire.decode_float32(payload, sf, hidden)).bfloat16()
-    return first_mismatch(out, wanted), int(wire.cast_chunks(sf, hidden).sum())
+    wanted = (0.0 + weights * wire.decode_float32(*coded, hidden).flip(0)).bfloat16()
+    return first_mismatch(out, wanted), int(wire.cast_chunks(coded[1], hidden).sum())
 
 
 @pytest.mark.parametrize("hidden", [1024, 1536, 1096, 136, 48])
@@ -55,15 +59,19 @@ def example(group):
 
     x = torch.full((1, 128), 0.125).bfloat16()
     x[0, 0], x[0, 1] = 0.5, -0.25
-    payload, sf = torch.zeros(1, 128, dtype=torch.int16), torch.zeros(1, 2, dtype=torch.int16)
-    one = torch.ones(1, dtype=torch.int32)
-    encode_rows[(1,)](x.view(torch.int16), one, 0 * one, 1, payload, sf, GROUPS=1, GROUP_BINS=1, hidden=128, CHUNK=512)
-    return sf.view(torch.bfloat16).tolist(), [word & 0xFFFFFFFF for word in payload.view(torch.int32)[0, :5].tolist()]
+    memory, one = torch.zeros(130, dtype=torch.int16), torch.ones(1, dtype=torch.int32)
+    none = torch.zeros(3, dtype=torch.int32)
+    encode_rows[(1,)](
+        x.view(torch.int16), none, one, 0 * one, none, 1, torch.tensor([memory.data_ptr()]), 256, R=1, GROUPS=1,
+        GROUP_BINS=1, hidden=128, CHUNK=512, SENDS=1, META=3,
+    )  # fmt: skip
+    words = memory[:10].view(torch.int32).tolist()
+    return memory[128:].view(torch.bfloat16).tolist(), [word & 0xFFFFFFFF for word in words]
 
 
 def test_worked_example(processes):
     ((limits, words),) = processes.run(example, num_ranks=1)
-    assert limits == [[0.5, 0.125]]
+    assert limits == [0.5, 0.125]
     assert words == [0x080601FF, 0x80402010, 0x04020100, 0x40201008, 0x00020080]
 
 

@@ -56,7 +56,7 @@ def run_world(group, num_ranks, *arguments):
 
 
 @pytest.mark.parametrize("layout", [SLOTS, MAJOR, COMPACT], ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "{}r-{}h-{}k-{}e-{}t".format(*shape))
 def test_shapes(shape, layout):
     num_ranks, *sizes = shape
     nth = SHAPES.index(shape) + [SLOTS, MAJOR, COMPACT].index(layout)

@@ -77,7 +77,7 @@ def test_a_kind_of_call_compiles_once_for_all_numbers_of_tokens(monkeypatch, lay
     monkeypatch.setattr(launch, "driver", SimpleNamespace(active=device))
     memory = SimpleNamespace(
         name="none", any_address=True, rank=0, num_ranks=2, device=torch.device("cpu"),
-        all_gather=lambda value: [value],
+        all_gather=lambda value: [value, value],
         allocate=lambda num_bytes: (torch.zeros(num_bytes, dtype=torch.uint8), [0, 0]),
     )  # fmt: skip
     engine = DeviceEngine(
@@ -93,8 +93,8 @@ def test_a_kind_of_call_compiles_once_for_all_numbers_of_tokens(monkeypatch, lay
         for rows in places:
             if layout is Layout.EXPERT_SLOTS:
                 engine.dispatch_fused(x, step, rows)
-            engine.send(x, None, engine.planner.plan(step, rows), step, rows, receive=True)
-        engine.combine(x, None, step, torch.empty_like(x), weighted=layout is not Layout.COMPACT)
+            engine.send(x, None, engine.planner.plan(step), step, rows, receive=True)
+        engine.combine(x, step, torch.empty_like(x), weighted=layout is not Layout.COMPACT)
 
     engine.launch.compiling = True
     calls(CAPACITY)

@@ -2,8 +2,9 @@
 
 The generators of `protocols.counted` and `protocols.lane`, which the checker explores, are executed here with real
 bytes: what their operations put where `layouts.device_window` says, with rows from the oracle. The kernels must leave
-the same words, tables of counts and rows in every rank's memory after every phase. One difference is allowed: READY
-carries the number of rows in the model, and nothing on the device, where it came with the counts.
+the same words, tables of counts and rows, and rows that came back, in every rank's memory after every phase. One
+difference is allowed: READY carries the number of rows in the model, and nothing on the device, where it came with the
+counts.
 """
 
 import importlib.util
@@ -15,12 +16,13 @@ import torch
 from interpreted import WIRES, Case, SharedFiles, data, device_engine, route, use_interpreter
 
 from expertwire import reference
-from expertwire.layouts.device_window import DeviceWindow, row_region
+from expertwire.layouts.device_window import DeviceWindow, num_places, row_region
 from expertwire.layouts.receive import Layout
 from expertwire.ordering.operations import Load, PutSignal, Signal, Wait
 from expertwire.protocols import counted, lane
 from expertwire.protocols.epoch_signal import pack, unpack
 from expertwire.protocols.lane import Lane
+from expertwire.testing import random_rows
 from expertwire.topology import Placement
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -56,6 +58,9 @@ class Host:
         )  # fmt: skip
         self.windows = np.zeros((case.num_ranks, self.window.total_bytes), np.uint8)
         self.rows = np.zeros((case.num_ranks, NUM_BANKS, self.region.total_bytes), np.uint8)
+        self.num_places = num_places(case.layout, case.num_ranks, case.num_topk)
+        shape = (case.num_ranks, NUM_BANKS, case.capacity * self.num_places, 2 * case.hidden)
+        self.returned = np.zeros(shape, np.uint8)
 
     def word(self, rank, word, bank):
         at = self.window.word(PURPOSES[word.purpose], word.writer, bank)
@@ -102,6 +107,24 @@ class Host:
         owners = np.array(self.placement.expert_ranks)[ids.numpy()]
         return ((owners == rank) & (ids.numpy() >= 0)).any(axis=1)
 
+    def ranks_of(self, ids):
+        """The ranks that serve a token, in the order of the highest slot that each serves."""
+        owners = [self.placement.expert_ranks[expert] if expert >= 0 else -1 for expert in ids.tolist()]
+        return np.array([r for slot, r in enumerate(owners) if r >= 0 and r not in owners[slot + 1 :]])
+
+    def put_back(self, bank, ys, meta, region, peer, count):
+        """The writer's output for the peer's tokens, each row at its place there. Own rows are read where they are."""
+        rows = np.flatnonzero(meta[region.writer][:, 0] == peer)
+        if peer != region.writer and len(rows):
+            at = meta[region.writer][rows, 1] * self.num_places + meta[region.writer][rows, 2]
+            self.returned[peer, bank][at] = ys[region.writer].view(torch.uint8).numpy()[rows]
+
+    def meta(self, rank, bank):
+        """The routing of rows, as it lies there."""
+        size = self.region.num_rows * self.region.meta_words
+        found = self.rows[rank, bank, self.region.meta :].view(np.int32)[:size]
+        return found.reshape(self.region.num_rows, -1).copy()
+
     def put_rows(self, bank, ids, want, region, peer, count):
         """The writer's rows, scale factors and routing, where the peer's caller will see them."""
         mine, memory = want[peer], self.rows[peer, bank]
@@ -111,7 +134,9 @@ class Host:
             places = np.arange(before, before + int(mine.num_tokens_per_rank[region.writer]))
             tokens = np.flatnonzero(self.served(ids[region.writer], peer))
             routing = [mine.topk_idx.numpy(), mine.topk_weights.numpy().view(np.int32)]
-            meta = np.concatenate([tokens[:, None], *(part[places] for part in routing)], axis=1)
+            nth = [np.flatnonzero(self.ranks_of(ids[region.writer][token]) == peer).item() for token in tokens]
+            source = np.stack([np.full(len(tokens), region.writer), tokens, nth], axis=1)
+            meta = np.concatenate([source, *(part[places] for part in routing)], axis=1)
             assert count == len(places) == len(tokens)
         else:
             source = mine.row_source.reshape(-1, 3).numpy()
@@ -129,7 +154,24 @@ class Host:
                 memory[first : first + self.region.num_rows * width].reshape(-1, width)[places] = rows
 
     def images(self):
-        return self.windows.copy(), self.rows.copy()
+        return self.windows.copy(), self.rows.copy(), self.returned.copy()
+
+
+def outputs(host, step):
+    """What the experts of every rank make of a step: rows of bfloat16 for all that it may receive."""
+    rows, hidden = host.region.num_rows, host.case.hidden
+    return [random_rows(1000 * step + rank, rows, hidden) for rank in range(host.case.num_ranks)]
+
+
+def used(meta, mine):
+    """`meta` where this step has rows, -1 where it has the routing of an earlier one."""
+    if mine.row_source is None:
+        here = np.arange(len(meta)) < mine.x.shape[0]
+    else:
+        here = np.zeros(len(meta), bool)
+        source = mine.row_source.reshape(-1, 3).numpy()
+        here[: len(source)] = source[:, 0] >= 0
+    return np.where(here[:, None], meta, -1)
 
 
 def expected(case):
@@ -158,7 +200,9 @@ def expected(case):
         host.execute(bank, [lane.finish(dispatch, rank, epoch, case.num_ranks) for rank in ranks], None)
         combined[bank] += 1
         epoch = combined[bank]
-        host.execute(bank, [lane.send(combine, rank, epoch, nothing) for rank in ranks], lambda *args: None)
+        ys, meta = outputs(host, step), [host.meta(rank, bank) for rank in ranks]
+        put_back = partial(host.put_back, bank, ys, [used(part, want[rank]) for rank, part in enumerate(meta)])
+        host.execute(bank, [lane.send(combine, rank, epoch, nothing) for rank in ranks], put_back)
         host.execute(bank, [lane.receive(combine, rank, epoch, case.num_ranks) for rank in ranks], None)
         host.execute(bank, [lane.finish(combine, rank, epoch, case.num_ranks) for rank in ranks], None)
         found.append(("combined", host.images()))
@@ -173,11 +217,12 @@ def made_by_kernels(group, case):
     memory = SharedFiles(group)
     engine = device_engine(memory, case, NUM_BANKS)
     places = engine.state.places(case.layout, Rows.of_wire(WIRES[case.wire], case.hidden), case.alignment)
-    inputs, found = engine.state.inputs(case.layout, case.alignment), []
+    returned, found, host = engine.state.returned(case.layout), [], Host(case)
 
     def image(phase):
         memory.all_gather(None)
-        found.append((phase, engine.state.own.numpy().copy(), np.stack([own.numpy() for own in places._own])))
+        back = np.stack([returned.payload(bank).numpy() for bank in range(NUM_BANKS)])
+        found.append((phase, engine.state.own.numpy().copy(), np.stack([own.numpy() for own in places._own]), back))
         memory.all_gather(None)
 
     for number in range(1, case.steps + 1):
@@ -188,26 +233,31 @@ def made_by_kernels(group, case):
             if memory.rank == case.num_ranks - 1:
                 engine.refuse("dispatch", bank)
             else:
-                engine.send(x, None, engine.planner.plan(step, places), step, places, receive=True)
+                engine.send(x, None, engine.planner.plan(step), step, places, receive=True)
                 engine.give_back(bank)
             image("refused")
             continue
-        plan = engine.planner.plan(step, places)
+        plan = engine.planner.plan(step)
         image("counts")
         engine.send(x, None, plan, step, places, receive=True)
         image("rows")
         engine.give_back(bank)
         out = torch.empty_like(x)
-        y = inputs.payload(bank).view(torch.bfloat16)
-        engine.combine(y, inputs, step, out, weighted=case.layout is not Layout.COMPACT)
+        y = outputs(host, number)[memory.rank]
+        engine.push(y, places.meta(bank), step, returned)
+        engine.combine(
+            y, step, out, weighted=case.layout is not Layout.COMPACT, seen_at=engine.state.nowhere, returned=returned
+        )
         image("combined")
     return found
 
 
-def without_counts_of_ready(window, image):
-    """READY words with their epochs alone."""
+def comparable(window, image, rank):
+    """READY words with their epochs alone; and without the address of the own output, which nobody else is told."""
     image = image.copy()
     for bank in range(NUM_BANKS):
+        at = window.sources(bank) + 8 * rank
+        image[at : at + 8] = 0
         for writer in range(window.num_ranks):
             at = window.word("ready", writer, bank)
             image[at : at + 8].view(np.int64)[:] >>= 24
@@ -220,10 +270,11 @@ def test_kernels_leave_what_the_protocol_leaves(processes, case):
     made = processes.run(made_by_kernels, case, num_ranks=case.num_ranks, timeout_s=120)
     window = DeviceWindow(case.num_ranks, case.num_experts, NUM_BANKS)
     assert [phase for phase, *_ in made[0]] == [phase for phase, _ in wanted]
-    for nth, (phase, (windows, rows)) in enumerate(wanted):
+    for nth, (phase, (windows, rows, returned)) in enumerate(wanted):
         for rank in range(case.num_ranks):
-            _, seen, seen_rows = made[rank][nth]
-            differ = without_counts_of_ready(window, windows[rank]) != without_counts_of_ready(window, seen)
+            _, seen, seen_rows, seen_returned = made[rank][nth]
+            assert not (returned[rank] != seen_returned).any(), f"rows that came back after {phase}, rank {rank}"
+            differ = comparable(window, windows[rank], rank) != comparable(window, seen, rank)
             assert not differ.any(), f"{phase}, rank {rank}, first byte {differ.argmax()}"
             if phase != "counts":  # COMPACT writes the routing of rows before the rows
                 assert not (rows[rank] != seen_rows).any(), f"rows after {phase}, rank {rank}"

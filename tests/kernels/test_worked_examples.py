@@ -30,7 +30,7 @@ def routing_example(group):
     rows = engine.state.places(slots, Rows.of_wire(BF16(), 16))
     ids = torch.tensor([[[0, -1], [0, -1], [0, -1]], [[0, 2], [1, 0], [-1, -1]]][memory.rank])
     x, step = torch.zeros(3, 16, dtype=torch.bfloat16), engine.state.step(0, slots, ids, None)
-    engine.send(x, None, engine.planner.plan(step, rows), step, rows, receive=True)
+    engine.send(x, None, engine.planner.plan(step), step, rows, receive=True)
     window = engine.state.window
     counts = engine.state.own[window.counts(0) :].view(torch.int32)[: 2 * window.counts_row]
     return places(step.sends_to), counts.view(2, -1)[memory.rank].tolist()
@@ -69,11 +69,12 @@ def small_examples(group):
     first_rows, memory = torch.zeros(9, dtype=torch.int32), torch.zeros(4096, dtype=torch.uint8)
     first_rows[5], first_rows[7] = 10, 20
     dispatch_send[(1,)](
-        torch.zeros(2, 8, dtype=torch.bfloat16), None, where, none, 2, 1,
-        ints(5, 7, 7, 5), torch.zeros(9, dtype=torch.int32), first_rows, torch.zeros(8, dtype=torch.int32), addresses,
-        ints(memory.data_ptr(), dtype=torch.int64), none, none, none, none, 0, 0, 1024,
-        R=1, RANKS=1, E=8, SLOTS=2, TOKENS=2, KEYS=4, PLACE=True, SENDS=2, ROWS=1, LINES=1, BLOCK=8, width=8,
-        unit_bytes=2, sf_units=0, SF_UNITS=1, sf_unit_bytes=4, FP8=False, UE8M0=False, RECEIVE=True,
+        torch.zeros(2, 8, dtype=torch.bfloat16), None, where, None, None, none, 2, 1,
+        ints(5, 7, 7, 5), None, torch.zeros(9, dtype=torch.int32), first_rows, torch.zeros(8, dtype=torch.int32),
+        addresses, ints(memory.data_ptr(), dtype=torch.int64), none, none, none, none, 0, 0, 1024,
+        R=1, RANKS=1, E=8, K=2, SLOTS=2, TOKENS=2, KEYS=4, PLACE=True, COMPACT=False, SENDS=2, ROWS=1,
+        LINES=1, BLOCK=8, width=8, unit_bytes=2, sf_units=0, SF_UNITS=1, sf_unit_bytes=4, FP8=False,
+        UE8M0=False, RECEIVE=True,
     )  # fmt: skip
     source, out = torch.arange(1, 17, dtype=torch.int32)[:, None].contiguous(), torch.zeros(16, 1, dtype=torch.int32)
     copy_rows[(2,)](source, out, ints(3, 2), ints(0, 8), 8, GROUPS=2, ROWS=2, UNITS=1, units=1)
@@ -81,8 +82,8 @@ def small_examples(group):
     combine_gather[(1,)](
         y, ints(0, 1, dtype=torch.int64)[None], torch.tensor([[0.5, 2.0]]), torch.ones(1, 1).bfloat16(), None,
         total, none, 1, 1, none, none, none, ints(0, 0), none, none, 0,
-        R=1, RANKS=1, SENDS=2, ROWS=1, COLUMNS=1, PARTS=1, hidden=1, WEIGHTED=True, NUM_BIASES=1, EXCHANGE=False,
-        FINISH=False, BY_RANK=False,
+        R=1, RANKS=1, SENDS=2, ROWS=1, COLUMNS=1, PARTS=1, hidden=1, WEIGHTED=True, NUM_BIASES=1, FINISH=False,
+        BY_RANK=False,
     )  # fmt: skip
     owners, slots = ints(1, 0, 1), torch.zeros(1, 3, dtype=torch.int64)
     rows_of_slots[(1,)](owners, ints(3, 1 << 40 | 5, dtype=torch.int64), 3, slots, K=3, SENDS=2, ENTRIES=4)

@@ -45,7 +45,7 @@ def combine_values(engine: DeviceEngine, memory: Places, step: Step, out: torch.
             "WIDTH": width_of(engine, step.layout), "ENTRIES": ENTRIES, "num_warps": 4,
         }  # fmt: skip
 
-    engine.combine_ready(memory.payload(step.bank), memory, step, again=True)
+    engine.combine_ready(out, step, None, tell=False, again=True)
     engine.launch(
         values.combine_values, max(1, ceil_div(size, ENTRIES)),
         (memory, step.bank), (engine.planner.rows_of_slots(step), out, step.counts, size, state.timeout_us), rest,

@@ -1,4 +1,4 @@
-"""Combine: gather each token's rows where the experts left them, on whichever rank, and sum.
+"""Combine: gather each token's rows where the experts left them, on whichever rank, or where they were pushed; and sum.
 
 With several ranks `combine_send` comes first, which waits for the peers' rows. Then, by the last block: signal "I have
 read yours", and wait for the same from the peers: when the launch is over, the expert output may be overwritten. With
@@ -26,23 +26,21 @@ from expertwire.kernels.routing import end_combine
 @triton.jit(do_not_specialize=["rank", "num_tokens", "timeout_us"], launch_metadata=combine_gather_bytes)
 def combine_gather(
     y, where, topk_weights, bias0, bias1, out, counts, num_tokens, timeout_us,
-    source_bases, word_bases, epochs, tickets, dispatch_epochs, status, rank,
+    row_bases, word_bases, epochs, tickets, dispatch_epochs, status, rank,
     R: tl.constexpr, RANKS: tl.constexpr, SENDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    PARTS: tl.constexpr, hidden: tl.constexpr, WEIGHTED: tl.constexpr, NUM_BIASES: tl.constexpr, EXCHANGE: tl.constexpr,
-    FINISH: tl.constexpr, BY_RANK: tl.constexpr,
+    PARTS: tl.constexpr, hidden: tl.constexpr, WEIGHTED: tl.constexpr, NUM_BIASES: tl.constexpr, FINISH: tl.constexpr,
+    BY_RANK: tl.constexpr,
 ):  # fmt: skip
     """`where` [T, SENDS] names a token's rows, -1 = none: `sends_to` of the plan; topk_weights [T, SENDS] if WEIGHTED;
-    out [T, hidden] bfloat16. y, source_bases and counts as in `combine_send`: of a refused step no rows are read.
+    out [T, hidden] bfloat16. y: with one rank the rows, else what peers push into, or None; row_bases [R]: what they
+    have told of theirs. Of a step that is REFUSED in `counts` no rows are read.
 
     PARTS blocks of COLUMNS columns make a row; a unit of work is ROWS tokens and one part. With FINISH the last block
     also signals that the views of the dispatch have been given back. BY_RANK is reduce="rank": same rows, same bytes,
     the sums of each rank rounded first.
     """
-    row_bases = source_bases
     if R > 1:
         num_tokens = tl.where(tl.load(counts + REFUSED) > 0, 0, num_tokens)
-    if EXCHANGE:
-        row_bases = tl.load(source_bases + rank).to(tl.pointer_type(tl.int64))
     for unit in range(tl.program_id(0), tl.cdiv(num_tokens, ROWS) * PARTS, tl.num_programs(0)):
         tokens = unit // PARTS * ROWS + tl.arange(0, ROWS).to(tl.int64)
         columns = unit % PARTS * COLUMNS + tl.arange(0, COLUMNS)

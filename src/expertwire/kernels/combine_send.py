@@ -1,8 +1,9 @@
 """Where ranks meet for combine: say where this rank's expert output is and that it is ready, and wait for the peers'.
 
-No row moves: `combine_gather`, a later launch, reads them where they are. The waiting is done here, in one block, so
-that it takes little of a GPU on which others compute: waiting blocks all over it would keep away every kernel that
-needs more of an SM than they leave, which may be one that a peer waits for.
+No row moves here: `combine_gather`, a later launch, reads them where they are, or `combine_push`, an earlier one, has
+brought them. The waiting is done here, in one block, so that it takes little of a GPU on which others compute: waiting
+blocks all over it would keep away every kernel that needs more of an SM than they leave, which may be one that a peer
+waits for.
 
 Orders: the expert output was written by earlier launches of the stream; `exchange_release` (sys) publishes it;
 `load_acquire` (sys) of the peers' words, then plain loads by later launches of the stream.
@@ -22,14 +23,15 @@ from expertwire.kernels.routing import COMBINE_READY, await_peers, signal
 
 @triton.jit(do_not_specialize=["rank", "timeout_us"])
 def combine_send(
-    y, counts, timeout_us, source_bases, word_bases, epochs, status, rank,
-    R: tl.constexpr, RANKS: tl.constexpr, EXCHANGE: tl.constexpr, PUBLISH: tl.constexpr, RECEIVE: tl.constexpr,
-    AGAIN: tl.constexpr,
+    y, seen_at, counts, timeout_us, tables, word_bases, epochs, status, rank,
+    R: tl.constexpr, RANKS: tl.constexpr, TELL: tl.constexpr, OWN: tl.constexpr, PUBLISH: tl.constexpr,
+    RECEIVE: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
     """One block. y: this rank's rows [rows, hidden]. PUBLISH: the send half; RECEIVE: wait for everybody's.
 
-    With EXCHANGE, where any address of one rank is good on all, the address of y is written into the table that every
-    peer has at source_bases [R]. Without, source_bases are known addresses of every rank's rows.
+    TELL every peer, in the table that it has at `tables` [R], where it sees y: at seen_at [R], 0 if the rows that it
+    needs were pushed to it; without seen_at at the address of y. This rank itself reads y, unless its OWN rows were
+    pushed too.
 
     If the dispatch is VOID in `counts`, there is no combine. REFUSED is written: whether there are no rows to be read,
     because of that or since a peer refuses this step. AGAIN: a second combine of a call, none if the first was REFUSED.
@@ -38,11 +40,14 @@ def combine_send(
     refusals = tl.load(counts + (REFUSED if AGAIN else VOID))
     if refusals == 0:
         if PUBLISH:
-            if EXCHANGE:
+            if TELL:
                 peers = tl.arange(0, RANKS)
-                bases = tl.load(source_bases + peers, mask=peers < R, other=0)
-                tables = bases.to(tl.pointer_type(tl.int64))
-                tl.store(tables + rank, tl.zeros([RANKS], tl.int64) + y.to(tl.int64), mask=bases != 0)
+                bases = tl.load(tables + peers, mask=peers < R, other=0)
+                address = tl.zeros([RANKS], tl.int64) + y.to(tl.int64)
+                if seen_at is not None:
+                    seen = tl.load(seen_at + peers, mask=peers < R, other=0)
+                    address = seen if OWN else tl.where(peers == rank, address, seen)
+                tl.store(bases.to(tl.pointer_type(tl.int64)) + rank, address, mask=bases != 0)
             signal(word_bases, COMBINE_READY, epoch, 0, rank, R, RANKS)
         if RECEIVE:
             refusals = await_peers(word_bases, COMBINE_READY, epoch, rank, status, timeout_us, R, RANKS)

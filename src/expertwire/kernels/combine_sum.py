@@ -3,8 +3,9 @@
 Products and sums are not fused: the launch passes enable_fp_fusion=False. Rows are plain loads, wherever they lie; the
 caller has acquired the words that vouch for them.
 
-`where` [T, SENDS] int64 names a token's rows, rank << 40 | row, -1 = none. With one rank they are rows of y; otherwise
-row_bases [R] int64 are the addresses of every rank's rows.
+`where` [T, SENDS] int64 names a token's rows, rank << 40 | row, -1 = none. With one rank they are rows of y. Otherwise
+row_bases [R] int64 are the addresses of every rank's rows; where that is 0, they were pushed: they are rows of y
+[T, SENDS, hidden], one for each place, and y is None if no rank pushes.
 
 Worked examples, hidden 1. Rows 1.0 and 3.0 with weights 0.5 and 2.0, bias 1.0: `sum_rows` gives 0 + 1 + 0.5 + 6 = 7.5.
 Rows 256.0, 1.0 on rank 0 and 1.0, 1.0 on rank 1: `sum_rows` gives 260 (259 rounded), `sum_ranks` 256 (257 rounded) + 2
@@ -31,13 +32,16 @@ def _sum_biases(bias0, bias1, at, mask, ROWS: tl.constexpr, COLUMNS: tl.constexp
 
 
 @triton.jit
-def _load_rows(y, row_bases, place, present, columns, R: tl.constexpr, hidden: tl.constexpr):
-    """Some columns of the rows at `place` [ROWS] in float32, +0 where they are not `present`."""
+def _load_rows(y, row_bases, place, listed, present, columns, R: tl.constexpr, hidden: tl.constexpr):
+    """Some columns of the rows at `place` [ROWS], entries `listed` of `where`, in float32; +0 where not `present`."""
     if R == 1:
         row = tl.multiple_of(y + place * hidden, 16)
     else:
         base = tl.load(row_bases + (tl.maximum(place, 0) >> WHERE_RANK), mask=present, other=0)
-        row = tl.multiple_of((base + (place & WHERE_ROW) * (2 * hidden)).to(tl.pointer_type(tl.bfloat16)), 16)
+        address = base + (place & WHERE_ROW) * (2 * hidden)
+        if y is not None:
+            address = tl.where(base == 0, y.to(tl.int64) + listed * (2 * hidden), address)
+        row = tl.multiple_of(address.to(tl.pointer_type(tl.bfloat16)), 16)
     inside = (columns < hidden)[None, :]
     return tl.load(row[:, None] + columns[None, :], mask=present[:, None] & inside, other=0.0).to(tl.float32)
 
@@ -54,11 +58,12 @@ def sum_rows(
     mask = live[:, None] & (columns < hidden)[None, :]
     total = _sum_biases(bias0, bias1, at, mask, ROWS, COLUMNS, NUM_BIASES)
     for nth in tl.static_range(SENDS):
-        place = tl.load(where + tokens * SENDS + nth, mask=live, other=-1)
+        listed = tokens * SENDS + nth
+        place = tl.load(where + listed, mask=live, other=-1)
         present = place >= 0
-        value = _load_rows(y, row_bases, place, present, columns, R, hidden)
+        value = _load_rows(y, row_bases, place, listed, present, columns, R, hidden)
         if WEIGHTED:
-            weight = tl.load(weights + tokens * SENDS + nth, mask=live, other=0.0)
+            weight = tl.load(weights + listed, mask=live, other=0.0)
             value = tl.where(present[:, None], value * weight[:, None], 0.0)
         total += value  # adding +0 for an absent row changes nothing, since a sum from +0 is never -0
     tl.store(out + at, total.to(tl.bfloat16), mask=mask)
@@ -83,11 +88,12 @@ def sum_ranks(
             is_last &= (tl.load(where + tokens * SENDS + later, mask=live, other=-1) >> WHERE_RANK) != rank
         of_rank = tl.zeros([ROWS, COLUMNS], tl.float32)
         for nth in range(last + 1):
-            place = tl.load(where + tokens * SENDS + nth, mask=live, other=-1)
+            listed = tokens * SENDS + nth
+            place = tl.load(where + listed, mask=live, other=-1)
             present = is_last & (place >> WHERE_RANK == rank)
-            value = _load_rows(y, row_bases, place, present, columns, R, hidden)
+            value = _load_rows(y, row_bases, place, listed, present, columns, R, hidden)
             if WEIGHTED:
-                weight = tl.load(weights + tokens * SENDS + nth, mask=present, other=0.0)
+                weight = tl.load(weights + listed, mask=present, other=0.0)
                 value = tl.where(present[:, None], value * weight[:, None], 0.0)
             of_rank += value
         total += of_rank.to(tl.bfloat16).to(tl.float32)

@@ -42,14 +42,16 @@ def copy_rows(
     source, out, lengths, offsets, group_rows, GROUPS: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr,
     units: tl.constexpr,
 ):  # fmt: skip
-    """source, out [rows, units]: copy the first lengths[g] rows of each group g, which begins at offsets[g]."""
+    """source, out [rows, units]: copy the first lengths[g] rows of each group g, which begins at offsets[g].
+
+    group_rows: what a group is cut for, most have fewer; EXPERT_MAJOR may have more, if tokens name an expert twice."""
     column = tl.arange(0, UNITS)[None, :]
     per_group = tl.cdiv(group_rows, ROWS)
     for unit in range(tl.program_id(0), GROUPS * per_group, tl.num_programs(0)):
         group = unit // per_group
-        index = unit % per_group * ROWS + tl.arange(0, ROWS)
         count = tl.load(lengths + group)
-        if unit % per_group * ROWS < count:
+        for first in range(unit % per_group * ROWS, count, per_group * ROWS):
+            index = first + tl.arange(0, ROWS)
             row = tl.load(offsets + group).to(tl.int64) + index
             at = row[:, None] * units + column
             mask = (index < count)[:, None] & (column < units)

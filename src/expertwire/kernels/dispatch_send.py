@@ -19,7 +19,7 @@ import triton.language as tl
 
 from expertwire.kernels.counts import VOID
 from expertwire.kernels.memory import ticket_acq_rel
-from expertwire.kernels.place import place_experts
+from expertwire.kernels.place import place_experts, place_ranks
 from expertwire.kernels.profile import dispatch_send_bytes
 from expertwire.kernels.quantize import encode_blocks
 from expertwire.kernels.routing import READY, WHERE_RANK, WHERE_ROW, receive_rows, signal
@@ -53,20 +53,21 @@ def _copy_scales(
     do_not_specialize=["rank", "num_tokens", "sf_at", "meta_at", "timeout_us"], launch_metadata=dispatch_send_bytes
 )
 def dispatch_send(
-    x, sf_in, sends_to, counts, num_tokens, timeout_us,
-    keys, block_counts, first_rows, home, addresses, row_bases, word_bases, epochs, tickets, status, rank, sf_at,
-    meta_at,
-    R: tl.constexpr, RANKS: tl.constexpr, E: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr,
-    KEYS: tl.constexpr, PLACE: tl.constexpr, SENDS: tl.constexpr, ROWS: tl.constexpr, LINES: tl.constexpr,
-    BLOCK: tl.constexpr, width: tl.constexpr, unit_bytes: tl.constexpr, sf_units: tl.constexpr,
+    x, sf_in, sends_to, topk_idx, topk_weights, counts, num_tokens, timeout_us,
+    keys, indexes, block_counts, first_rows, home, addresses, row_bases, word_bases, epochs, tickets, status, rank,
+    sf_at, meta_at,
+    R: tl.constexpr, RANKS: tl.constexpr, E: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr,
+    KEYS: tl.constexpr, PLACE: tl.constexpr, COMPACT: tl.constexpr, SENDS: tl.constexpr, ROWS: tl.constexpr,
+    LINES: tl.constexpr, BLOCK: tl.constexpr, width: tl.constexpr, unit_bytes: tl.constexpr, sf_units: tl.constexpr,
     SF_UNITS: tl.constexpr, sf_unit_bytes: tl.constexpr, FP8: tl.constexpr, UE8M0: tl.constexpr, RECEIVE: tl.constexpr,
 ):  # fmt: skip
     """Rows [T, width], of values (FP8: bfloat16 in, e4m3 out) or of opaque units of `unit_bytes`.
 
     A tile has ROWS * LINES lines of BLOCK columns, LINES of them a row. Scale factors: sf_units units of sf_unit_bytes
-    a row, made here (FP8, one a line) or taken from sf_in [T, sf_units]. keys, block_counts and first_rows are of the
-    plan, None without PLACE. In a step that the plan found VOID no rows go out, and READY says REFUSED: a peer for whom
-    nobody was late must not take its rows to be complete. With RECEIVE, VOID of `counts` is written.
+    a row, made here (FP8, one a line) or taken from sf_in [T, sf_units]. keys, indexes, block_counts and first_rows are
+    of the plan, None without PLACE; topk_idx and topk_weights [T, K] are for COMPACT, whose rows take them along. In a
+    step that the plan found VOID no rows go out, and READY says REFUSED: a peer for whom nobody was late must not take
+    its rows to be complete. With RECEIVE, VOID of `counts` is written.
     """
     line = tl.arange(0, ROWS * LINES)
     column = (line % LINES)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -78,10 +79,15 @@ def dispatch_send(
     coming = tl.load(x + token[:, None] * width + column, mask=(token < num_tokens)[:, None] & inside, other=0)
     for chunk in range(tl.program_id(0), tl.cdiv(num_tokens, ROWS), tl.num_programs(0)):
         values = coming
-        if PLACE:
+        if PLACE and COMPACT:
+            place_ranks(
+                topk_idx, topk_weights, keys, indexes, block_counts, first_rows, home, row_bases, sends_to, addresses,
+                chunk * ROWS, num_tokens, rank, meta_at, R, E, K, SLOTS, SENDS, TOKENS, ROWS, out_bytes,
+            )  # fmt: skip
+        elif PLACE:
             place_experts(
                 keys, block_counts, first_rows, home, row_bases, sends_to, addresses, chunk * ROWS, num_tokens, rank,
-                meta_at, R, E, SENDS, SLOTS, TOKENS, ROWS, KEYS, out_bytes,
+                meta_at, R, E, K, SLOTS, TOKENS, ROWS, KEYS, out_bytes,
             )  # fmt: skip
         token = chunk * ROWS + (line // LINES).to(tl.int64)
         live = token < num_tokens

@@ -18,7 +18,7 @@ import triton.language as tl
 from expertwire.kernels.counts import NUM_ROWS, PER_RANK, per_expert, sent_to
 from expertwire.kernels.profile import dispatch_slots_bytes
 from expertwire.kernels.quantize import encode_blocks, load_blocks, store_scales
-from expertwire.kernels.routing import HOME_LOCAL, histogram, load_block, load_slots, store_source
+from expertwire.kernels.routing import HOME_LOCAL, SOURCE_WORDS, histogram, load_block, load_slots, store_source
 from expertwire.kernels.tally import add_dropped, add_rows
 
 
@@ -82,7 +82,7 @@ def dispatch_slots(
             places = tl.where(ids >= 0, (at_home & HOME_LOCAL).to(tl.int64) * room + index, -1)
             if part == 0:
                 tl.store(where + token.to(tl.int64) * K + slot, places, mask=slot < K)
-                store_source(meta + places * 3, 0, token, slot, ids >= 0)
+                store_source(meta + places * SOURCE_WORDS, 0, token, slot, ids >= 0)
             for k in tl.static_range(K):
                 place = tl.sum(tl.where(slot == k, places, 0), axis=0)
                 if place >= 0:

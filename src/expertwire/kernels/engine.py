@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from expertwire._math import ceil_div
+from expertwire.kernels.combine_push import combine_push
 from expertwire.kernels.combine_recv import combine_gather
 from expertwire.kernels.combine_send import combine_send
 from expertwire.kernels.dispatch_recv import await_rows, copy_rows, export_values, give_back
@@ -25,7 +26,17 @@ from expertwire.kernels.launch import Launcher, Rest
 from expertwire.kernels.planner import Plan, Planner
 from expertwire.kernels.refuse import refuse_combine, refuse_dispatch
 from expertwire.kernels.state import DeviceMemory, DeviceState, Places, Rows, Step
-from expertwire.kernels.tiles import MAX_ROWS, Tile, all_tiles, combine_tile, pow2, send_tile, slots_tile
+from expertwire.kernels.tiles import (
+    MAX_ROWS,
+    Tile,
+    all_tiles,
+    combine_tile,
+    copied_together,
+    pow2,
+    send_tile,
+    slots_tile,
+)
+from expertwire.layouts.receive import Layout
 from expertwire.topology import Placement
 
 FUSED_COMPARISONS = 1 << 16  # TOKENS * SLOTS * SLOTS that one block of `dispatch_slots` may make
@@ -36,11 +47,11 @@ class DeviceEngine:
 
     def __init__(
         self, memory: DeviceMemory, placement: Placement, *, capacity: int, hidden: int, num_topk: int, num_banks: int,
-        num_sms: int, timeout_us: int, strict_sms: bool = False,
+        num_sms: int, timeout_us: int, strict_sms: bool = False, over_rows: bool = False,
     ) -> None:  # fmt: skip
         self.state = DeviceState(
             memory, placement, capacity=capacity, hidden=hidden, num_topk=num_topk, num_banks=num_banks,
-            timeout_us=timeout_us,
+            timeout_us=timeout_us, over_rows=over_rows,
         )  # fmt: skip
         self.rank, self.num_ranks, self.num_experts = memory.rank, memory.num_ranks, placement.num_experts
         self.capacity, self.hidden, self.num_topk = capacity, hidden, num_topk
@@ -84,11 +95,15 @@ class DeviceEngine:
             )  # fmt: skip
 
     def send(
-        self, x: torch.Tensor, sf: torch.Tensor | None, plan: Plan, step: Step, places: Places, *,
-        receive: bool,
-    ) -> None:  # fmt: skip
+        self, x: torch.Tensor, sf: torch.Tensor | None, plan: Plan, step: Step, places: Places, *, receive: bool
+    ) -> None:
         """Rows along a plan. `x` [T, width] bfloat16 or opaque units; `sf` for opaque rows."""
         state, bank, rows, num_tokens = self.state, self.state.banks[step.bank], places.rows, x.shape[0]
+        compact, kind_of_routing = False, None
+        routing: tuple[torch.Tensor | None, ...] = (None, None)
+        if plan.unplaced and step.layout is Layout.COMPACT:
+            compact, routing = True, (step.topk_idx, step.topk_weights)
+            kind_of_routing = (step.topk_idx.dtype, step.topk_weights is None)
         lines = max(pow2(ceil_div(rows.width, rows.block)), 4 if rows.fp8 and rows.ue8m0 else 1)
         row_bytes, most_rows = lines * rows.block * rows.unit_bytes, min(MAX_ROWS, plan.tokens)
         for tile in self._tiles(
@@ -98,25 +113,26 @@ class DeviceEngine:
             blocks = self.num_sms if self.strict_sms else 16 * self.num_sms
 
             def rest(tile: Tile = tile) -> Rest:
-                tables = self.planner.tables(plan.tokens) if plan.unplaced else (None,) * 4
-                keys, block_counts, _, first_rows = tables
+                tables = self.planner.tables(plan.tokens) if plan.unplaced else (None,) * 5
+                keys, indexes, block_counts, _, first_rows = tables
                 fixed = (
-                    keys, block_counts, first_rows, state.home, self.planner.addresses, places.bases[step.bank],
-                    bank.words, bank.epoch, bank.ticket, state.status, self.rank, places.region.sf, places.region.meta,
+                    keys, indexes, block_counts, first_rows, state.home, self.planner.addresses,
+                    places.bases[step.bank], bank.words, bank.epoch, bank.ticket, state.status, self.rank,
+                    places.region.sf, places.region.meta,
                 )  # fmt: skip
                 return fixed, {
-                    "R": self.num_ranks, "RANKS": self._ranks, "E": self.num_experts, "SLOTS": self._slots,
-                    "TOKENS": plan.tokens, "KEYS": pow2(plan.tokens * self.num_topk), "PLACE": plan.unplaced,
-                    "SENDS": step.sends_to.shape[1], "ROWS": tile.rows, "LINES": tile.columns, "BLOCK": rows.block,
-                    "width": rows.width, "unit_bytes": rows.unit_bytes, "sf_units": rows.sf_units,
-                    "SF_UNITS": pow2(rows.sf_units), "sf_unit_bytes": rows.sf_unit_bytes, "FP8": rows.fp8,
-                    "UE8M0": rows.ue8m0, "RECEIVE": receive, "num_warps": tile.warps,
+                    "R": self.num_ranks, "RANKS": self._ranks, "E": self.num_experts, "K": self.num_topk,
+                    "SLOTS": self._slots, "TOKENS": plan.tokens, "KEYS": pow2(plan.tokens * self.num_topk),
+                    "PLACE": plan.unplaced, "COMPACT": compact, "SENDS": step.sends_to.shape[1], "ROWS": tile.rows,
+                    "LINES": tile.columns, "BLOCK": rows.block, "width": rows.width, "unit_bytes": rows.unit_bytes,
+                    "sf_units": rows.sf_units, "SF_UNITS": pow2(rows.sf_units), "sf_unit_bytes": rows.sf_unit_bytes,
+                    "FP8": rows.fp8, "UE8M0": rows.ue8m0, "RECEIVE": receive, "num_warps": tile.warps,
                 }  # fmt: skip
 
             self.launch(
                 dispatch_send, min(max(1, ceil_div(num_tokens, tile.rows)), blocks),
-                (places, step.bank, tile, plan, receive),
-                (x, sf, step.sends_to, step.counts, num_tokens, self.state.timeout_us), rest,
+                (places, step.bank, tile, plan, receive, kind_of_routing),
+                (x, sf, step.sends_to, *routing, step.counts, num_tokens, self.state.timeout_us), rest,
             )  # fmt: skip
 
     def _words(self, words: torch.Tensor, epoch: torch.Tensor) -> Rest:
@@ -152,7 +168,7 @@ class DeviceEngine:
         unit = torch.int32 if source.shape[1] % 4 == 0 else torch.uint8
         source, out = source.view(unit), out.view(unit)
         units, groups = source.shape[1], lengths.numel()
-        many = max(1, min(8, 16384 // pow2(units)))
+        many = copied_together(units)
         grid = min(self.num_sms, groups * ceil_div(group_rows, many))
         self.launch(
             copy_rows, max(grid, 1), (unit, units, groups), (source, out, lengths, offsets, group_rows),
@@ -164,10 +180,6 @@ class DeviceEngine:
 
     # -- combine ---------------------------------------------------------------------------------------------------
 
-    def _sources(self, inputs: Places | None, bank: int) -> torch.Tensor:
-        """Where kernels find the addresses of every rank's rows; without `inputs` ranks tell each other."""
-        return self.state.banks[bank].sources if inputs is None else inputs.bases[bank]
-
     def words_of_combine(self, bank: int) -> tuple[torch.Tensor | int, ...]:
         """What kernels take that gather rows and then leave a combine."""
         found = self.state.banks[bank]
@@ -175,33 +187,55 @@ class DeviceEngine:
             found.words, found.combine_epoch, found.combine_ticket, found.epoch, self.state.status, self.rank
         )  # fmt: skip
 
+    def push(self, y: torch.Tensor, meta: torch.Tensor, step: Step, returned: Places, *, own: bool = False) -> None:
+        """Rows y [rows, hidden] with routing `meta` to `returned` of the ranks that they came from; the own ones too,
+        or not. Where peers cannot read y."""
+        (lengths, offsets), group_rows = self.state.filled(step), self.state.slot_room
+        units, many = self.hidden // 2, copied_together(self.hidden // 2)
+        num_places, groups = step.sends_to.shape[1], lengths.numel()
+        self.launch(
+            combine_push, max(1, min(self.num_sms, groups * ceil_div(group_rows, many))),
+            (returned, step.bank, num_places, groups, own),
+            (y.view(torch.int32), meta, lengths, offsets, step.counts, group_rows),
+            lambda: ((returned.bases[step.bank], self.rank), {
+                "GROUPS": groups, "ROWS": many, "UNITS": pow2(units), "units": units, "SENDS": num_places,
+                "META": meta.shape[1], "OWN": own, "num_warps": max(4, min(32, pow2(many * units // 512))),
+            }),
+        )  # fmt: skip
+
     def combine_ready(
-        self, y: torch.Tensor, inputs: Places | None, step: Step, *, publish: bool = True, receive: bool = True,
-        again: bool = False,
+        self, y: torch.Tensor, step: Step, seen_at: torch.Tensor | None, *, tell: bool = True, own: bool = False,
+        publish: bool = True, receive: bool = True, again: bool = False,
     ) -> None:  # fmt: skip
-        """`publish` the own rows; to `receive`, wait until all peers have. `inputs` is the shared memory that y lies
-        in, None if peers can read y anywhere. `again`: the second combine of a call, which is void if the first was."""
+        """`publish` the own rows; to `receive`, wait until all peers have. `tell` peers where they see y: `seen_at`, a
+        tensor of `Places.seen_at`, or `nowhere` if rows were pushed (`own`: this rank's too); None: where y is.
+        `again`: the second combine of a call, which is void if the first was."""
         if self.num_ranks == 1:
             return
 
         def rest() -> Rest:
             bank = self.state.banks[step.bank]
             fixed, options = self._words(bank.words, bank.combine_epoch)
-            return (self._sources(inputs, step.bank), *fixed), options | {
-                "EXCHANGE": inputs is None, "PUBLISH": publish, "RECEIVE": receive, "AGAIN": again
+            return (bank.sources, *fixed), options | {
+                "TELL": tell, "OWN": own, "PUBLISH": publish, "RECEIVE": receive, "AGAIN": again
             }  # fmt: skip
 
-        kind = (inputs, step.bank, publish, receive, again)
-        self.launch(combine_send, 1, kind, (y, step.counts, self.state.timeout_us), rest)
+        kind = (step.bank, seen_at is None, tell, own, publish, receive, again)
+        self.launch(combine_send, 1, kind, (y, seen_at, step.counts, self.state.timeout_us), rest)
 
     def combine(
-        self, y: torch.Tensor, inputs: Places | None, step: Step, out: torch.Tensor, *, weighted: bool,
-        biases: tuple[torch.Tensor, ...] = (), publish: bool = True, finish: bool = False, by_rank: bool = False,
+        self, y: torch.Tensor, step: Step, out: torch.Tensor, *, weighted: bool, seen_at: torch.Tensor | None = None,
+        returned: Places | None = None, biases: tuple[torch.Tensor, ...] = (), publish: bool = True,
+        finish: bool = False, by_rank: bool = False,
     ) -> None:  # fmt: skip
-        """Wait for the peers' rows, gather and sum; before that `publish`, unless that was done."""
-        self.combine_ready(y, inputs, step, publish=publish)
+        """Wait for the peers' rows, gather and sum; before that `publish`, unless that was done. `seen_at` as in
+        `combine_ready`; `returned` is what ranks push into, if any does."""
+        self.combine_ready(y, step, seen_at, publish=publish)
         num_tokens, num_places = step.sends_to.shape
         weights, two = step.topk_weights if weighted else None, (*biases, None, None)[:2]
+        rows: torch.Tensor | None = y
+        if self.num_ranks > 1:
+            rows = None if returned is None else returned.payload(step.bank).view(torch.bfloat16)
         for tile in self._tiles(
             lambda tokens: combine_tile(tokens, self.hidden, self.num_sms, self.strict_sms), num_tokens
         ):
@@ -209,18 +243,17 @@ class DeviceEngine:
             units = max(1, ceil_div(num_tokens, tile.rows) * parts)
 
             def rest(tile: Tile = tile, parts: int = parts) -> Rest:
-                return (self._sources(inputs, step.bank), *self.words_of_combine(step.bank)), {
+                return (self.state.banks[step.bank].told, *self.words_of_combine(step.bank)), {
                     "R": self.num_ranks, "RANKS": self._ranks, "SENDS": num_places, "ROWS": tile.rows,
                     "COLUMNS": tile.columns, "PARTS": parts, "hidden": self.hidden, "WEIGHTED": weighted,
-                    "NUM_BIASES": len(biases), "EXCHANGE": inputs is None and self.num_ranks > 1, "FINISH": finish,
-                    "BY_RANK": by_rank, "num_warps": tile.warps, "enable_fp_fusion": False,
-                    **(self.many_registers if tile.warps <= 16 else {}),
+                    "NUM_BIASES": len(biases), "FINISH": finish, "BY_RANK": by_rank, "num_warps": tile.warps,
+                    "enable_fp_fusion": False, **(self.many_registers if tile.warps <= 16 else {}),
                 }  # fmt: skip
 
             self.launch(
                 combine_gather, min(units, self.num_sms) if self.strict_sms else units,
-                (inputs, step.bank, tile, num_places, weighted, len(biases), finish, by_rank),
-                (y, step.sends_to, weights, *two, out, step.counts, num_tokens, self.state.timeout_us), rest,
+                (step.bank, tile, num_places, rows is None, weighted, len(biases), finish, by_rank),
+                (rows, step.sends_to, weights, *two, out, step.counts, num_tokens, self.state.timeout_us), rest,
             )  # fmt: skip
 
     # -- refusing --------------------------------------------------------------------------------------------------

@@ -1,4 +1,5 @@
-"""LogFMT10 for combine: rows are encoded where the experts left them, gathered and decoded where their tokens are.
+"""LogFMT10 for combine: rows are encoded where the experts left them, into memory of the ranks of their tokens, as
+`combine_push` brings others there, and decoded there.
 
 The bits are those of `formats.logfmt`, whose docstring has the arithmetic and a worked example; every float32 operation
 that it names is rounded once (launches pass enable_fp_fusion=False). In memory a chunk stays at the place that it would
@@ -16,8 +17,9 @@ import triton
 import triton.language as tl
 
 from expertwire.formats import logfmt
+from expertwire.kernels.combine_push import rows_at_source
 from expertwire.kernels.counts import REFUSED, VOID
-from expertwire.kernels.routing import WHERE_RANK, WHERE_ROW, end_combine
+from expertwire.kernels.routing import end_combine
 
 GROUP = tl.constexpr(logfmt.GROUP)
 TOP_CODE = tl.constexpr(logfmt.TOP_CODE)
@@ -77,12 +79,14 @@ def _codes(magnitude, amax, amin):
     return low + ((magnitude << 16).to(tl.float32, bitcast=True) >= edge).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "sf_at"])
 def encode_rows(
-    rows, lengths, offsets, num_rows, payload, sf,
-    GROUPS: tl.constexpr, GROUP_BINS: tl.constexpr, hidden: tl.constexpr, CHUNK: tl.constexpr,
+    rows, meta, lengths, offsets, counts, num_rows, bases, sf_at,
+    R: tl.constexpr, GROUPS: tl.constexpr, GROUP_BINS: tl.constexpr, hidden: tl.constexpr, CHUNK: tl.constexpr,
+    SENDS: tl.constexpr, META: tl.constexpr,
 ):  # fmt: skip
-    """rows, payload [num_rows, hidden] bfloat16 as int16; sf [num_rows, 2 * ceil(hidden / 128)] int16. Only rows that
+    """rows [num_rows, hidden] bfloat16 as int16, with routing meta [num_rows, META], to `bases` [R]: there, payload
+    [T * SENDS, hidden] int16 and, sf_at bytes behind, limits [T * SENDS, 2 * ceil(hidden / 128)] int16. Only rows that
     are filled: groups of rows as in `gradients`. CHUNK: values of a chunk."""
     per_chunk: tl.constexpr = CHUNK // GROUP
     num_groups: tl.constexpr = (hidden + GROUP - 1) // GROUP
@@ -90,11 +94,17 @@ def encode_rows(
     begins = tl.load(offsets + groups, mask=groups < GROUPS, other=0)
     index = tl.arange(0, per_chunk)
     v = tl.arange(0, 16)
+    if R > 1:
+        num_rows = tl.where(tl.load(counts + VOID) == 0, num_rows, 0)
     for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
         group = tl.maximum(tl.sum(((begins <= row) & (groups < GROUPS)).to(tl.int32), axis=0) - 1, 0)
         count = tl.load(lengths + group, mask=GROUPS > 0, other=0)
-        if row - tl.load(offsets + group, mask=GROUPS > 0, other=0) < count:
-            first = tl.zeros([1], tl.int64) + row
+        first = tl.zeros([1], tl.int64) + row
+        filled = first - tl.load(offsets + group, mask=GROUPS > 0, other=0) < count
+        rank, base, index_there = rows_at_source(meta, first, filled, bases, SENDS, META)
+        if tl.max(rank, axis=0) >= 0:
+            payload = (base + index_there * (2 * hidden)).to(tl.pointer_type(tl.int16))
+            sf = (base + sf_at + index_there * (4 * num_groups)).to(tl.pointer_type(tl.int16))
             for start in range(0, hidden, CHUNK):
                 column = start + index[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
                 at = first[:, None] * hidden + column
@@ -104,7 +114,7 @@ def encode_rows(
                 amax = tl.max(tl.where(inside, magnitude, 0), axis=1)
                 amin = tl.min(tl.where(inside, magnitude, 0x7FFF), axis=1)
                 nth = start // GROUP + index
-                limits = sf + (first * num_groups + nth) * 2
+                limits = sf + nth * 2
                 tl.store(limits, amax.to(tl.int16), mask=nth < num_groups)
                 tl.store(limits + 1, amin.to(tl.int16), mask=nth < num_groups)
                 width = tl.minimum(hidden - start, CHUNK)
@@ -112,7 +122,7 @@ def encode_rows(
                     code = tl.reshape(_codes(magnitude, amax, amin), [CHUNK // 16, 16])
                     sign = tl.reshape(bits >> 15, [CHUNK // 16, 16])
                     block = tl.arange(0, CHUNK // 16)
-                    words = (payload + first * hidden + start).to(tl.pointer_type(tl.int32), bitcast=True) + block * 5
+                    words = (payload + start).to(tl.pointer_type(tl.int32), bitcast=True) + block * 5
                     for w in tl.static_range(5):
                         shift = (v * 9 - 32 * w)[None, :]
                         left = code << tl.minimum(tl.maximum(shift, 0), 31)
@@ -122,23 +132,23 @@ def encode_rows(
                             part = part | (sign << (16 + v)[None, :])
                         tl.store(words + w, tl.sum(part, axis=1), mask=block * 16 < width)
                 else:
-                    tl.store(payload + at, bits.to(tl.int16), mask=inside)
+                    tl.store(payload[:, None] + column, bits.to(tl.int16), mask=inside)
 
 
 @triton.jit
 def _load_chunk(row, sf, start, width, hidden: tl.constexpr, CHUNK: tl.constexpr):
-    """One chunk of an encoded row, [CHUNK // 128, 128] float32; row, sf: addresses."""
+    """One chunk of an encoded row, [CHUNK // 128, 128] float32; row, sf: where it and its limits begin."""
     per_chunk: tl.constexpr = CHUNK // GROUP
     index = tl.arange(0, per_chunk)
     nth = start // GROUP + index
     exists = nth * GROUP < hidden
-    limits = sf.to(tl.pointer_type(tl.int16)) + nth * 2
+    limits = sf.to(tl.pointer_type(tl.int16), bitcast=True) + nth * 2
     amax = tl.load(limits, mask=exists, other=0).to(tl.int32) & 0xFFFF
     amin = tl.load(limits + 1, mask=exists, other=0).to(tl.int32) & 0xFFFF
     inner = index[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     value = tl.zeros([per_chunk, GROUP], tl.float32)
     if _is_cast(amax, amin, exists, width):
-        words = (row + start * 2).to(tl.pointer_type(tl.int32)) + inner // 16 * 5
+        words = (row + start * 2).to(tl.pointer_type(tl.int32), bitcast=True) + inner // 16 * 5
         v = inner % 16
         shift = v * 9 % 32
         low = tl.load(words + v * 9 // 32, mask=inner < width, other=0).to(tl.uint32, bitcast=True)
@@ -152,20 +162,22 @@ def _load_chunk(row, sf, start, width, hidden: tl.constexpr, CHUNK: tl.constexpr
         found = tl.where(code == 0, 0, value.to(tl.int32, bitcast=True)) | (negative.to(tl.int32) << 31)
         value = found.to(tl.float32, bitcast=True)
     else:
-        raw = tl.load((row + start * 2).to(tl.pointer_type(tl.int16)) + inner, mask=inner < width, other=0)
+        raw = tl.load(
+            (row + start * 2).to(tl.pointer_type(tl.int16), bitcast=True) + inner, mask=inner < width, other=0
+        )
         value = (raw.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     return value
 
 
-@triton.jit(do_not_specialize=["rank", "num_tokens", "timeout_us", "sf_at"])
+@triton.jit(do_not_specialize=["rank", "num_tokens", "timeout_us"])
 def combine_logfmt(
     where, topk_weights, bias0, bias1, out, counts, num_tokens, timeout_us,
-    row_bases, word_bases, epochs, tickets, dispatch_epochs, status, rank, sf_at,
+    payload, sf, word_bases, epochs, tickets, dispatch_epochs, status, rank,
     R: tl.constexpr, RANKS: tl.constexpr, SENDS: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
     hidden: tl.constexpr, WEIGHTED: tl.constexpr, NUM_BIASES: tl.constexpr, FINISH: tl.constexpr,
 ):  # fmt: skip
-    """As `combine_gather`, of encoded rows at row_bases [R], whose scale factors begin sf_at bytes behind. A unit of
-    work is one chunk of one token, PARTS of them a row."""
+    """As `combine_gather`, of encoded rows that were brought here, `payload` [T * SENDS, 2 * hidden] uint8, with their
+    limits `sf`. A unit of work is one chunk of one token, PARTS of them a row."""
     sf_bytes: tl.constexpr = (hidden + GROUP - 1) // GROUP * 4
     per_chunk: tl.constexpr = CHUNK // GROUP
     if R > 1:
@@ -184,11 +196,8 @@ def combine_logfmt(
         for nth in range(SENDS):
             place = tl.load(where + token * SENDS + nth)
             if place >= 0:
-                base = tl.load(row_bases + (place >> WHERE_RANK))
-                index = place & WHERE_ROW
-                value = _load_chunk(
-                    base + index * (2 * hidden), base + sf_at + index * sf_bytes, start, width, hidden, CHUNK
-                )
+                index = token.to(tl.int64) * SENDS + nth
+                value = _load_chunk(payload + index * (2 * hidden), sf + index * sf_bytes, start, width, hidden, CHUNK)
                 if WEIGHTED:
                     value = value * tl.load(topk_weights + token * SENDS + nth)
                 total += value

@@ -44,10 +44,11 @@ def restart(state: DeviceState, masked: set[int], step: int) -> None:
         torch.cuda.current_stream(state.device).synchronize()
 
 
-def forget(step: Step, masked: set[int]) -> None:
-    """An old plan no longer has places on these ranks: a captured graph may repeat it."""
+def forget(step: Step, meta: torch.Tensor, masked: set[int]) -> None:
+    """An old plan no longer has places on these ranks, and no rows from them: a captured graph may repeat it."""
     for rank in masked:
         step.sends_to.masked_fill_(step.sends_to >> WHERE_RANK.value == rank, -1)
+        meta[:, 0].masked_fill_(meta[:, 0] == rank, -1)
 
 
 def num_missing(state: DeviceState, step: Step, masked: tuple[int, ...], *, by_rank: bool) -> torch.Tensor:

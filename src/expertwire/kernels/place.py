@@ -1,17 +1,18 @@
 """The second half of a plan: the row of every selection, its address, and its routing written at the destination.
 
 A selection's row is the first row of this rank there (from `plan`) + the rows of earlier blocks + the rows before it in
-its own block. For experts that last number comes from comparing keys, a few tokens at a time, by the block that is
-about to send them; for ranks, of which a token serves each once, from a running sum over a [tokens, ranks] table, in a
-launch of its own. Where the first row is -1 nothing is sent: the step is void, or the rank is masked.
+its own block. For experts that last number comes from comparing keys, for ranks from `plan`. The block that is about to
+send some tokens does this for them. Where the first row is -1 nothing is sent: the step is void, or the rank is masked.
 
 Outputs, for SENDS places a token (SENDS = K, or the number of ranks if COMPACT needs fewer), each listed once:
     sends_to [T, SENDS]     rank << 40 | row, -1 = nothing to send
     addresses [T, SENDS]    address of the row's payload, 0 = none
+The routing of a row is int32 (source rank, token, which of the token's places); COMPACT adds K local expert ids (-1 =
+elsewhere) and K float32 weights. So the rank of the row knows where to bring it back (`combine_push`).
 
 Orders: plain stores; a block reads back only what it stored before a barrier; the signal of the rows, which comes
 later, vouches for their routing too.
-Bytes moved: 4 * T * K keys, 24 * T * K places, and per row 12 (EXPERT_*) or 4 + 8 * K (COMPACT). Worked example:
+Bytes moved: 4 * T * K keys, 24 * T * K places, and per row 12 (EXPERT_*) or 12 + 8 * K (COMPACT). Worked example:
 keys of one block [[5, 7], [7, 5]], first rows 10 (expert 5) and 20 (7): rows [[10, 20], [21, 11]].
 """
 
@@ -27,10 +28,11 @@ from expertwire.kernels.routing import (
     DONE,
     HOME_LOCAL,
     HOME_RANK,
+    SOURCE_WORDS,
     WHERE_RANK,
     WHERE_ROW,
     await_peers,
-    load_block,
+    legal_ids,
     store_source,
 )
 from expertwire.kernels.tally import add_rows
@@ -42,7 +44,7 @@ def place_experts(
     R: tl.constexpr, E: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, payload_bytes: tl.constexpr,
 ):  # fmt: skip
-    """EXPERT_*, inside `dispatch_send`: ROWS tokens from `first` on, of TOKENS that were counted together.
+    """EXPERT_*: ROWS tokens from `first` on, of TOKENS that were counted together.
 
     `sends_to` is `where`. KEYS >= TOKENS * K.
     """
@@ -68,63 +70,56 @@ def place_experts(
     row = (index + tl.sum(before.to(tl.int32), axis=1)).to(tl.int64)
     tl.store(where + at, tl.where(sends, (owner.to(tl.int64) << WHERE_RANK) | row, -1), mask=listed)
     tl.store(addresses + at, tl.where(sends, base + row * payload_bytes, 0), mask=listed)
-    store_source((base + meta_at + row * 12).to(tl.pointer_type(tl.int32)), rank, token, slot, sends)
+    store_source((base + meta_at + row * (4 * SOURCE_WORDS)).to(tl.pointer_type(tl.int32)), rank, token, slot, sends)
     tl.debug_barrier()
 
 
-@triton.jit(do_not_specialize=["num_tokens", "meta_at"])
+@triton.jit
 def place_ranks(
-    topk_idx, topk_weights, sends_to, num_tokens, keys, block_counts, first_rows, home, row_bases, addresses, meta_at,
-    R: tl.constexpr, RANKS: tl.constexpr, E: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr,
-    SENDS: tl.constexpr, WEIGHTED: tl.constexpr, payload_bytes: tl.constexpr,
+    topk_idx, topk_weights, keys, indexes, block_counts, first_rows, home, row_bases, where, addresses, first,
+    num_tokens, rank, meta_at,
+    R: tl.constexpr, E: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, SENDS: tl.constexpr, TOKENS: tl.constexpr,
+    ROWS: tl.constexpr, payload_bytes: tl.constexpr,
 ):  # fmt: skip
-    """COMPACT: the routing of a row is int32 token, K local expert ids (-1 = elsewhere), K float32 weights."""
-    block = tl.program_id(0)
-    token = block * TOKENS + tl.arange(0, TOKENS)
-    slot = tl.arange(0, SLOTS)
-    listed = (token < num_tokens)[:, None] & (slot < K)[None, :]
-    at = token.to(tl.int64)[:, None] * K + slot[None, :]
-    key = tl.load(keys + at, mask=listed, other=-1)
-    ids = load_block(topk_idx, block * TOKENS, num_tokens, E, K, SLOTS, TOKENS, False)
-    at_home = tl.load(home + tl.maximum(ids, 0), mask=ids >= 0, other=-1)
-    if WEIGHTED:
-        weights = tl.load(topk_weights + at, mask=listed, other=0.0)
-    else:
-        weights = tl.full([TOKENS, SLOTS], 1.0, tl.float32)
+    """COMPACT, likewise. topk_weights may be None: ones."""
+    entry = tl.arange(0, ROWS * SLOTS)
+    token, slot = (first + entry // SLOTS).to(tl.int64), entry % SLOTS
+    live = token < num_tokens
+    key = tl.load(keys + token * K + slot, mask=live & (slot < K), other=-1)
     sends = key >= 0
     known = tl.maximum(key, 0)
-    base = tl.load(row_bases + known, mask=sends, other=0)
-    index = tl.load(block_counts + block * (E + R) + E + known, mask=sends, other=0)
+    index = tl.load(indexes + token * K + slot, mask=sends, other=0)
+    index += tl.load(block_counts + first // TOKENS * (E + R) + E + known, mask=sends, other=0)
     first_row = tl.load(first_rows + E + known, mask=sends, other=0)
-    index += first_row
+    base = tl.load(row_bases + known, mask=sends, other=0)
+    row = (index + first_row).to(tl.int64)
     sends &= first_row >= 0
 
-    serves = (key[:, :, None] == tl.arange(0, RANKS)[None, None, :]).to(tl.int32)  # [TOKENS, SLOTS, RANKS]
-    table = tl.sum(serves, axis=1)
-    before = tl.cumsum(table, axis=0) - table
-    index += tl.sum(serves * before[:, None, :], axis=2)
-    row = index.to(tl.int64)
-    place = tl.where(sends, (key.to(tl.int64) << WHERE_RANK) | row, -1)
-    here = sends[:, :, None] & ((at_home >> HOME_RANK)[:, None, :] == key[:, :, None])
-    nth = tl.cumsum(sends.to(tl.int32), axis=1) - 1
-    listing = token.to(tl.int64)[:, None] * SENDS
-    tl.store(sends_to + listing + nth, place, mask=sends)
-    tl.store(addresses + listing + nth, base + row * payload_bytes, mask=sends)
-    count = tl.sum(sends.to(tl.int32), axis=1)
-    none = (token < num_tokens)[:, None] & (slot[None, :] >= count[:, None]) & (slot < SENDS)[None, :]
-    tl.store(sends_to + listing + slot[None, :], tl.full([TOKENS, SLOTS], -1, tl.int64), mask=none)
-    tl.store(addresses + listing + slot[None, :], tl.zeros([TOKENS, SLOTS], tl.int64), mask=none)
+    table = tl.reshape(sends.to(tl.int32), [ROWS, SLOTS])
+    nth = tl.reshape(tl.cumsum(table, axis=1), [ROWS * SLOTS]) - 1
+    count = tl.reshape(tl.zeros([ROWS, SLOTS], tl.int32) + tl.sum(table, axis=1)[:, None], [ROWS * SLOTS])
+    none = live & (slot >= count) & (slot < SENDS)
+    tl.store(where + token * SENDS + nth, (key.to(tl.int64) << WHERE_RANK) | row, mask=sends)
+    tl.store(where + token * SENDS + slot, tl.full([ROWS * SLOTS], -1, tl.int64), mask=none)
+    tl.store(addresses + token * SENDS + nth, base + row * payload_bytes, mask=sends)
+    tl.store(addresses + token * SENDS + slot, tl.zeros([ROWS * SLOTS], tl.int64), mask=none)
 
-    meta = (base + meta_at + row * (4 * (1 + 2 * K))).to(tl.pointer_type(tl.int32))
-    tl.store(meta, tl.zeros([TOKENS, SLOTS], tl.int32) + token[:, None], mask=sends)
-    fields = meta[:, :, None] + 1 + slot[None, None, :]
-    written = sends[:, :, None] & (slot < K)[None, None, :]
-    tl.store(fields, tl.where(here, (at_home & HOME_LOCAL)[:, None, :], -1), mask=written)
-    tl.store(
-        (fields + K).to(tl.pointer_type(tl.float32), bitcast=True),
-        tl.where(here, weights[:, None, :], 0.0),
-        mask=written,
-    )
+    meta = (base + meta_at + row * (4 * (SOURCE_WORDS + 2 * K))).to(tl.pointer_type(tl.int32))
+    store_source(meta, rank, token, nth, sends)
+    field = tl.arange(0, SLOTS)[None, :]
+    at = token[:, None] * K + field
+    mask = sends[:, None] & (field < K)
+    ids = legal_ids(tl.load(topk_idx + at, mask=mask, other=-1), E, mask)
+    at_home = tl.load(home + tl.maximum(ids, 0), mask=ids >= 0, other=-1)
+    here = (at_home >> HOME_RANK) == key[:, None]
+    weights = tl.full([ROWS * SLOTS, SLOTS], 1.0, tl.float32)
+    if topk_weights is not None:
+        weights = tl.load(topk_weights + at, mask=mask, other=0.0)
+    fields = meta[:, None] + SOURCE_WORDS + field
+    tl.store(fields, tl.where(here, at_home & HOME_LOCAL, -1), mask=mask)
+    fields = (fields + K).to(tl.pointer_type(tl.float32), bitcast=True)
+    tl.store(fields, tl.where(here, weights, 0.0), mask=mask)
+    tl.debug_barrier()
 
 
 @triton.jit(do_not_specialize=["num_slots"])

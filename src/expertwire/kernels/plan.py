@@ -2,7 +2,8 @@
 
 Tokens are cut into blocks. Each block is counted by itself; the last block out adds the blocks up, sends the totals to
 all peers, waits for theirs, and finds where this rank's rows of every expert (EXPERT_*) or rank (COMPACT) begin at
-their destination. `place` then numbers the selections inside their blocks.
+their destination. `place` then numbers the selections inside their blocks; for COMPACT, where a token serves a rank
+once, a running sum over a [tokens, ranks] table does that here.
 
 If a peer refused the step, or does not come in time, the step is void: the first rows are -1, so that `place` finds
 nothing to send. If a peer has not given the bank back, it may still read its counts: it is told REFUSED instead.
@@ -10,7 +11,8 @@ nothing to send. If a peer has not given the bank back, it may still read its co
 Orders: block counts go through the ticket (acq_rel, gpu), totals to peers through `exchange_release` / `load_acquire`
 (sys). Only the last block waits.
 
-Bytes moved: T * K ids, 4 * T * K for keys, 12 * blocks * (E + R) for counts. Worked example: `routing`.
+Bytes moved: T * K ids, 4 * T * K for keys (COMPACT: 12 * T * K), 12 * blocks * (E + R) for counts. Worked example:
+`routing`.
 """
 
 # mypy: ignore-errors
@@ -105,15 +107,15 @@ def _first_rows(
 @triton.jit(do_not_specialize=["rank", "num_tokens", "num_blocks", "room", "alignment", "first_own", "L", "timeout_us"])
 def plan_count(
     topk_idx, owners, counts, num_tokens, num_blocks, alignment, timeout_us,
-    keys, block_counts, totals, first_rows, tally, word_bases, count_bases, home, by_owner, owner_start, epochs,
-    tickets, status, rank, room, first_own, L,
+    keys, indexes, block_counts, totals, first_rows, tally, word_bases, count_bases, home, by_owner, owner_start,
+    epochs, tickets, status, rank, room, first_own, L,
     R: tl.constexpr, RANKS: tl.constexpr, E: tl.constexpr, EXPERTS: tl.constexpr, EXPERT_BINS: tl.constexpr,
     RANK_BINS: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr, BLOCKS: tl.constexpr,
     COLUMNS: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
     """Block b counts tokens [b * TOKENS, (b + 1) * TOKENS). Writes keys [T, K]: the expert, or the rank for COMPACT,
-    whose rows a selection is numbered among, -1 = none; for COMPACT also owners [T, K], the rank that serves it;
-    block_counts [num_blocks, E + R]; first_rows [E + R]; and `counts`.
+    whose rows a selection is numbered among, -1 = none; for COMPACT also indexes [T, K], the rows before it in its
+    block, and owners [T, K], the rank that serves it; block_counts [num_blocks, E + R]; first_rows [E + R]; `counts`.
 
     by_owner [E] are experts in order of (owner, local id), owner_start [E] the position of the owner's first one, -1 if
     it is masked; those of this rank are L from position first_own on.
@@ -132,6 +134,10 @@ def plan_count(
     tl.store(keys + at, key, mask=listed)
     if LAYOUT == COMPACT:
         tl.store(owners + at, owner, mask=listed)
+        serves = (last[:, :, None] == tl.arange(0, RANKS)[None, None, :]).to(tl.int32)  # [TOKENS, SLOTS, RANKS]
+        table = tl.sum(serves, axis=1)
+        before = tl.cumsum(table, axis=0) - table
+        tl.store(indexes + at, tl.sum(serves * before[:, None, :], axis=2), mask=listed)
     experts = histogram(tl.reshape(ids, [TOKENS * SLOTS]), TOKENS * SLOTS, EXPERT_BINS)
     ranks = histogram(tl.reshape(last, [TOKENS * SLOTS]), TOKENS * SLOTS, RANK_BINS)
     bins = tl.arange(0, EXPERT_BINS)

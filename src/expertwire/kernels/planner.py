@@ -8,7 +8,7 @@ import torch
 
 from expertwire._math import ceil_div
 from expertwire.kernels.launch import Launcher, Rest
-from expertwire.kernels.place import address_rows, place_ranks, rows_of_slots
+from expertwire.kernels.place import address_rows, rows_of_slots
 from expertwire.kernels.plan import COMPACT, EXPERT_MAJOR, EXPERT_SLOTS, plan_count
 from expertwire.kernels.state import DeviceState, Places, Step
 from expertwire.kernels.tiles import MAX_ROWS, pow2
@@ -46,27 +46,25 @@ class Planner:
         return tokens
 
     def tables(self, tokens: int) -> tuple[torch.Tensor, ...]:
-        """Between the kernels of a plan: keys, counts of blocks, sums of these, first rows."""
+        """Between the kernels of a plan: keys, indexes, counts of blocks, sums of these, first rows."""
         state = self.state
         width, blocks = state.num_experts + state.num_ranks, ceil_div(state.capacity, tokens)
-        sizes = {"keys": state.capacity * state.num_topk, "block_counts": blocks * width}
-        sizes |= {"totals": width, "first_rows": width}
+        sizes = dict.fromkeys(("keys", "indexes"), state.capacity * state.num_topk)
+        sizes |= {"block_counts": blocks * width, "totals": width, "first_rows": width}
         return tuple(state.scratch(name, torch.int32, size) for name, size in sizes.items())
 
-    def plan(self, step: Step, places: Places) -> Plan:
-        """Counts and their exchange; for COMPACT also every selection's row and its routing at the destination."""
-        state, bank, ids, weights = self.state, self.state.banks[step.bank], step.topk_idx, step.topk_weights
-        compact, num_tokens, num_places = step.layout is Layout.COMPACT, ids.shape[0], step.sends_to.shape[1]
-        tokens = self._counted[compact]
+    def plan(self, step: Step) -> Plan:
+        """Counts, their exchange, and first rows; `send` finds the places."""
+        state, bank, ids = self.state, self.state.banks[step.bank], step.topk_idx
+        tokens, num_tokens = self._counted[step.layout is Layout.COMPACT], ids.shape[0]
         num_blocks = max(1, ceil_div(num_tokens, tokens))
 
         def rest_of_count() -> Rest:
-            keys, block_counts, totals, first_rows = self.tables(tokens)
             blocks, experts = pow2(ceil_div(state.capacity, tokens)), pow2(state.num_experts)
-            fixed = (
-                keys, block_counts, totals, first_rows, state.tally, bank.words, bank.counts, state.home,
-                state.by_owner, state.owner_start, bank.epoch, bank.ticket, state.status, state.rank,
-                state.slot_room, state.first_own, state.num_local_experts,
+            fixed: tuple[torch.Tensor | int, ...] = (
+                *self.tables(tokens), state.tally, bank.words, bank.counts, state.home, state.by_owner,
+                state.owner_start, bank.epoch, bank.ticket, state.status, state.rank, state.slot_room, state.first_own,
+                state.num_local_experts,
             )  # fmt: skip
             return fixed, {
                 "R": state.num_ranks, "RANKS": self._ranks, "E": state.num_experts, "EXPERTS": experts,
@@ -79,23 +77,7 @@ class Planner:
             plan_count, num_blocks, (step.bank, step.layout, ids.dtype),
             (ids, step.owners, step.counts, num_tokens, num_blocks, step.alignment, state.timeout_us), rest_of_count,
         )  # fmt: skip
-        if not compact:
-            return Plan(tokens, unplaced=True)
-
-        def rest_of_place() -> Rest:
-            keys, block_counts, _, first_rows = self.tables(tokens)
-            bases = places.bases[step.bank]
-            return (keys, block_counts, first_rows, state.home, bases, self.addresses, places.region.meta), {
-                "R": state.num_ranks, "RANKS": self._ranks, "E": state.num_experts, "K": state.num_topk,
-                "SLOTS": self._slots, "TOKENS": tokens, "SENDS": num_places, "WEIGHTED": weights is not None,
-                "payload_bytes": places.rows.payload_bytes, "num_warps": 8,
-            }  # fmt: skip
-
-        self.launch(
-            place_ranks, num_blocks, (places, step.bank, ids.dtype, weights is None),
-            (ids, weights, step.sends_to, num_tokens), rest_of_place,
-        )  # fmt: skip
-        return Plan()
+        return Plan(tokens, unplaced=True)
 
     @property
     def addresses(self) -> torch.Tensor:

@@ -23,12 +23,14 @@ import triton.language as tl
 
 from expertwire.kernels.counts import VOID
 from expertwire.kernels.memory import agree, exchange_release, pack_word, ticket_acq_rel, wait
+from expertwire.layouts import device_window
 
 HOME_RANK = tl.constexpr(16)
 HOME_LOCAL = tl.constexpr(0xFFFF)
 WHERE_RANK = tl.constexpr(40)
 WHERE_ROW = tl.constexpr((1 << 40) - 1)
 LINE_WORDS = tl.constexpr(8)
+SOURCE_WORDS = tl.constexpr(device_window.SOURCE_WORDS)
 
 # Purposes of `layouts.device_window`, and how a status record names the wait that gave up.
 COUNTS = tl.constexpr(0)
@@ -108,13 +110,13 @@ def end_combine(
     R: tl.constexpr, RANKS: tl.constexpr, FINISH: tl.constexpr,
 ):  # fmt: skip
     """By every block that has read its rows; the last one out leaves, unless what came before was `void` and there is
-    no combine. With FINISH it also gives back the views of the dispatch."""
+    no combine. With FINISH it then gives back the views of the dispatch, over which peers may have read the output."""
     if ticket_acq_rel(tickets) == tl.num_programs(0) - 1:
         tl.store(tickets, 0)
-        if FINISH:
-            signal(word_bases, DONE, tl.load(dispatch_epochs), 0, rank, R, RANKS)
         if tl.load(void) == 0:
             leave_combine(word_bases, epochs, tl.load(epochs) + 1, rank, status, timeout_us, R, RANKS)
+        if FINISH:
+            signal(word_bases, DONE, tl.load(dispatch_epochs), 0, rank, R, RANKS)
 
 
 @triton.jit
@@ -152,9 +154,9 @@ def load_block(
 
 @triton.jit
 def store_source(meta, rank, token, slot, mask):
-    """The routing of rows of EXPERT_*, int32 (source rank, token, slot); slot and mask have the shape of `meta`."""
+    """Where rows are from, int32 (source rank, token, slot or place); slot and mask have the shape of `meta`."""
     tl.store(meta, tl.zeros_like(slot) + rank, mask=mask)
-    tl.store(meta + 1, tl.zeros_like(slot) + token, mask=mask)
+    tl.store(meta + 1, tl.zeros_like(slot) + token.to(tl.int32), mask=mask)
     tl.store(meta + 2, slot, mask=mask)
 
 

@@ -11,7 +11,7 @@ import torch
 
 from expertwire.errors import GroupMismatch, TransportUnavailable
 from expertwire.formats import BF16, FP8Block, LogFMT10
-from expertwire.layouts.device_window import DeviceWindow, RowRegion, row_region
+from expertwire.layouts.device_window import DeviceWindow, RowRegion, num_places, row_region
 from expertwire.layouts.receive import Layout
 from expertwire.layouts.step_counts import NUM_ROWS, REFUSED, VOID, StepCounts
 from expertwire.topology import Placement
@@ -83,6 +83,7 @@ class Bank:
     words: torch.Tensor  # [R + 1]: the last is the address of this bank's `refusals`
     counts: torch.Tensor
     sources: torch.Tensor
+    told: torch.Tensor  # int64 [R], the own table at `sources`: where the rows of a combine are
     epoch: torch.Tensor  # int64 [1], of dispatches
     ticket: torch.Tensor  # int32 [1]
     combine_epoch: torch.Tensor
@@ -92,8 +93,12 @@ class Bank:
 class Places:
     """Memory for rows of one kind, in every bank: what a dispatch with this layout and these rows writes into."""
 
-    def __init__(self, rows: Rows, region: RowRegion, own: list[torch.Tensor], bases: list[torch.Tensor]) -> None:
-        self.rows, self.region, self.bases = rows, region, bases
+    def __init__(
+        self, rows: Rows, region: RowRegion, own: list[torch.Tensor], bases: list[torch.Tensor],
+        seen_at: list[torch.Tensor],
+    ) -> None:  # fmt: skip
+        """Per bank: this rank's memory; where it sees every rank's [R]; and where every rank sees this one's [R]."""
+        self.rows, self.region, self.bases, self.seen_at = rows, region, bases, seen_at
         self._own = own
         self._payloads = [self._part(bank, 0, region.payload_bytes) for bank in own]
         self._sfs = [self._part(bank, region.sf, region.sf_bytes) for bank in own]
@@ -113,6 +118,10 @@ class Places:
     def meta(self, bank: int) -> torch.Tensor:
         """Their routing, int32 [num_rows, meta_words]."""
         return self._metas[bank]
+
+    def output(self, bank: int) -> torch.Tensor:
+        """Room for the experts' output, uint8 [num_rows, output_bytes], over the rows."""
+        return self._part(self._own[bank], 0, self.region.output_bytes)
 
 
 @dataclass
@@ -167,10 +176,12 @@ class DeviceState:
 
     def __init__(
         self, memory: DeviceMemory, placement: Placement, *, capacity: int, hidden: int, num_topk: int, num_banks: int,
-        timeout_us: int,
+        timeout_us: int, over_rows: bool = False,
     ) -> None:  # fmt: skip
-        self.memory, self.device = memory, memory.device
+        """`over_rows`: memory for received rows has room for the experts' output, which peers read there."""
+        self.memory, self.device, self.over_rows = memory, memory.device, over_rows
         self.rank, self.num_ranks = memory.rank, memory.num_ranks
+        self.pushes = memory.num_ranks > 1 and not memory.any_address  # rows of combine, which peers may not read
         self.capacity, self.hidden, self.num_topk, self.num_banks = capacity, hidden, num_topk, num_banks
         self.num_experts, self.timeout_us = placement.num_experts, timeout_us
         per_rank = [len(placement.local_experts(rank)) for rank in range(self.num_ranks)]
@@ -186,6 +197,7 @@ class DeviceState:
                 self.int64([a + self.window.words(bank) for a in addresses] + [self.refusals[bank].data_ptr()]),
                 self.int64([a + self.window.counts(bank) for a in addresses]),
                 self.int64([a + self.window.sources(bank) for a in addresses]),
+                self.own[self.window.sources(bank) :].view(torch.int64)[: self.num_ranks],
                 self.int64([0]),
                 self.int32([0]),
                 self.int64([0]),
@@ -204,6 +216,7 @@ class DeviceState:
         self.slot_offsets = self.int32([i * room for i in range(self.num_local_experts + 1)])
         self.first_row = self.slot_offsets[:1]
         self.slot_rooms = self.int32([room] * self.num_local_experts)
+        self.nowhere = self.int64([0] * self.num_ranks)  # `seen_at` of rows that are pushed
         self.tally = self.int64([0] * (2 * self.num_ranks + 1))
         self._places: dict[tuple[object, ...], Places] = {}
         self.masked: set[int] = set()  # ranks that have ended, see `masking`
@@ -232,7 +245,7 @@ class DeviceState:
         """The same on all ranks, also where experts are spread unevenly."""
         return row_region(
             layout, self.num_ranks, self.capacity, self.num_topk, self.most_local_experts, alignment,
-            rows.payload_bytes, rows.sf_bytes,
+            rows.payload_bytes, rows.sf_bytes, 2 * self.hidden if self.over_rows else 0,
         )  # fmt: skip
 
     def places(self, layout: Layout, rows: Rows, alignment: int = 1) -> Places:
@@ -242,25 +255,47 @@ class DeviceState:
 
     def inputs(self, layout: Layout, alignment: int = 1) -> Places:
         """Memory for the experts' output, where peers read it: bfloat16 rows. Collective when it is first asked for."""
-        return self._beside("inputs", Rows.of_wire(BF16(), self.hidden), layout, alignment)
+        return self._beside(("inputs", self._output_rows, self._most_rows(layout, alignment)))
+
+    def seen_at(self, y: torch.Tensor, step: Step, places: Places) -> torch.Tensor | None:
+        """Where peers see y, if it is memory that they read: of `inputs`, or over the rows in `places`."""
+        inputs = self._places.get(("inputs", self._output_rows, self._most_rows(step.layout, step.alignment)))
+        for found in (inputs, places):
+            if found is not None and found.payload(step.bank).data_ptr() == y.data_ptr():
+                return found.seen_at[step.bank]
+        return None
+
+    def returned(self, layout: Layout) -> Places:
+        """Memory that peers push rows of combine into: one for each place of a token. Collective at first."""
+        return self._for_tokens("returned", self._output_rows, layout)
+
+    def encoded(self, layout: Layout) -> Places:
+        """The same for rows as LogFMT10."""
+        wire = LogFMT10()
+        return self._for_tokens(
+            "encoded", Rows.opaque(wire.payload_bytes(self.hidden), wire.sf_bytes(self.hidden)), layout
+        )
+
+    def _for_tokens(self, name: str, rows: Rows, layout: Layout) -> Places:
+        return self._beside((name, rows, self.capacity * num_places(layout, self.num_ranks, self.num_topk)))
 
     def values(self, lane: str, layout: Layout, alignment: int, width: int) -> Places:
         """Memory for `width` float32 of every row, to be sent ("dispatch") or read ("combine") by peers. Collective
         when it is first asked for."""
-        return self._beside(f"{lane} values", Rows.opaque(4 * width, 0), layout, alignment)
+        return self._beside((f"{lane} values", Rows.opaque(4 * width, 0), self._most_rows(layout, alignment)))
 
-    def encoded(self, layout: Layout, alignment: int = 1) -> Places:
-        """Memory for the experts' output as LogFMT10. Collective when it is first asked for."""
-        wire = LogFMT10()
-        rows = Rows.opaque(wire.payload_bytes(self.hidden), wire.sf_bytes(self.hidden))
-        return self._beside("encoded", rows, layout, alignment)
+    @property
+    def _output_rows(self) -> Rows:
+        return Rows.of_wire(BF16(), self.hidden)
 
-    def _beside(self, name: str, rows: Rows, layout: Layout, alignment: int) -> Places:
-        """Memory for as many other rows as a rank may receive."""
-        num_rows = self.region(layout, Rows.of_wire(BF16(), self.hidden), alignment).num_rows
-        return self._memory_for(
-            (name, rows, num_rows), rows, lambda: RowRegion(num_rows, rows.payload_bytes, rows.sf_bytes, 0)
-        )
+    def _most_rows(self, layout: Layout, alignment: int) -> int:
+        """How many rows a rank may receive."""
+        return self.region(layout, self._output_rows, alignment).num_rows
+
+    def _beside(self, key: tuple[str, Rows, int]) -> Places:
+        """Memory for so many rows of this kind, without routing."""
+        _, rows, num_rows = key
+        return self._memory_for(key, rows, lambda: RowRegion(num_rows, rows.payload_bytes, rows.sf_bytes, 0))
 
     def filled(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
         """How many rows of each group of rows a step filled, and where the groups begin. COMPACT is one group."""
@@ -304,7 +339,14 @@ class DeviceState:
             self.meet("memory", key[0])
             region = make_region()
             made = [self.memory.allocate(region.total_bytes) for _ in range(self.num_banks)]
-            self._places[key] = Places(rows, region, [own for own, _ in made], [self.int64(a) for _, a in made])
+            from_all = self.memory.all_gather([addresses for _, addresses in made])
+            self._places[key] = Places(
+                rows, region, [own for own, _ in made], [self.int64(addresses) for _, addresses in made],
+                [
+                    self.int64([0 if theirs is None else theirs[bank][self.rank] for theirs in from_all])
+                    for bank in range(self.num_banks)
+                ],
+            )  # fmt: skip
         return self._places[key]
 
     @property
@@ -322,9 +364,9 @@ class DeviceState:
         self, bank: int, layout: Layout, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None, alignment: int = 1
     ) -> Step:
         """The tensors that one dispatch fills."""
-        num_tokens, ranks, compact = topk_idx.shape[0], self.num_ranks, layout is Layout.COMPACT
-        sends_to = self.empty(torch.int64, num_tokens, min(ranks, self.num_topk) if compact else self.num_topk)
-        owners = self.empty(torch.int32, num_tokens, self.num_topk) if compact else None
+        num_tokens, num_topk = topk_idx.shape[0], self.num_topk
+        sends_to = self.empty(torch.int64, num_tokens, num_places(layout, self.num_ranks, num_topk))
+        owners = self.empty(torch.int32, num_tokens, num_topk) if layout is Layout.COMPACT else None
         counts = self.empty(torch.int32, self.parts.size)
         fixed = (self.slot_rooms, self.slot_offsets) if layout is Layout.EXPERT_SLOTS else None
         return Step(bank, layout, alignment, sends_to, owners, counts, self.parts, fixed, topk_idx, topk_weights)

@@ -55,6 +55,11 @@ def send_tile(
     return Tile(rows, lines, max(4, min(most_warps, rows * row_bytes // 2048)))
 
 
+def copied_together(units: int) -> int:
+    """`copy_rows`, `combine_push`: rows of so many units of 4 bytes, or 1, in one tile."""
+    return max(1, min(8, 16384 // pow2(units)))
+
+
 @lru_cache(maxsize=4096)
 def combine_tile(num_tokens: int, hidden: int, num_sms: int, strict: bool) -> Tile:
     """`combine_gather`. Few tokens: many small blocks. A strict budget: one block per SM with four rows in 32 warps."""

@@ -17,22 +17,20 @@ def _chunk(hidden: int) -> int:
     return 1024 if hidden % 1024 == 0 else 512
 
 
-def encode_rows(engine: DeviceEngine, y: torch.Tensor, memory: Places, step: Step) -> None:
-    """The rows that a step filled, of y [rows, hidden] bfloat16, into `memory`, which peers read."""
+def encode_rows(engine: DeviceEngine, y: torch.Tensor, meta: torch.Tensor, step: Step, memory: Places) -> None:
+    """The rows that a step filled, of y [rows, hidden] bfloat16 with routing `meta`, into `memory` of their tokens'
+    ranks."""
     lengths, offsets = engine.state.filled(step)
-    groups, num_rows = lengths.numel(), y.numel() // engine.hidden
-
-    def rest() -> Rest:
-        sf = memory.sf(step.bank)
-        assert sf is not None
-        return (memory.payload(step.bank).view(torch.int16), sf.view(torch.int16)), {
-            "GROUPS": groups, "GROUP_BINS": pow2(groups), "hidden": engine.hidden, "CHUNK": _chunk(engine.hidden),
-            "num_warps": WARPS, "enable_fp_fusion": False,
-        }  # fmt: skip
-
+    groups, num_rows, num_places = lengths.numel(), y.numel() // engine.hidden, step.sends_to.shape[1]
     engine.launch(
         logfmt.encode_rows, max(1, min(num_rows, engine.num_sms * (1 if engine.strict_sms else 8))),
-        (memory, step.bank, groups), (y.view(torch.int16), lengths, offsets, num_rows), rest,
+        (memory, step.bank, groups, num_places),
+        (y.view(torch.int16), meta, lengths, offsets, step.counts, num_rows),
+        lambda: ((memory.bases[step.bank], memory.region.sf), {
+            "R": engine.num_ranks, "GROUPS": groups, "GROUP_BINS": pow2(groups), "hidden": engine.hidden,
+            "CHUNK": _chunk(engine.hidden), "SENDS": num_places, "META": meta.shape[1], "num_warps": WARPS,
+            "enable_fp_fusion": False,
+        }),
     )  # fmt: skip
 
 
@@ -44,11 +42,11 @@ def combine_encoded(
     num_tokens, chunk = out.shape[0], _chunk(engine.hidden)
     parts = ceil_div(engine.hidden, chunk)
     units = max(1, num_tokens * parts)
-    engine.combine_ready(memory.payload(step.bank), memory, step, publish=publish)
+    engine.combine_ready(out, step, None, tell=False, publish=publish)
     weights, two = step.topk_weights if weighted else None, (*biases, None, None)[:2]
 
     def rest() -> Rest:
-        return (memory.bases[step.bank], *engine.words_of_combine(step.bank), memory.region.sf), {
+        return (memory.payload(step.bank), memory.sf(step.bank), *engine.words_of_combine(step.bank)), {
             "R": engine.num_ranks, "RANKS": pow2(engine.num_ranks), "SENDS": step.sends_to.shape[1], "CHUNK": chunk,
             "PARTS": parts, "hidden": engine.hidden, "WEIGHTED": weighted, "NUM_BIASES": len(biases), "FINISH": finish,
             "num_warps": WARPS, "enable_fp_fusion": False,

@@ -20,6 +20,7 @@ from expertwire.layouts.receive import Layout, worst_case_rows
 
 LINE_BYTES = 64
 REGION_ALIGN = 256
+SOURCE_WORDS = 3  # of a row's routing: source rank, token, which of its places
 PURPOSES = ("counts", "ready", "done", "combine_ready", "combine_done")
 
 
@@ -73,16 +74,20 @@ class DeviceWindow:
 @dataclass(frozen=True)
 class RowRegion:
     """Rows at their final places: payload [num_rows, payload_bytes], then scale factors, then `meta_words` int32 a row.
+    With `output_bytes`, what is before the routing has room for as many rows of the experts' output, of that size each.
 
     >>> region = RowRegion(num_rows=1024, payload_bytes=7168, sf_bytes=224, meta_words=3)
     >>> region.sf, region.meta, region.total_bytes
     (7340032, 7569408, 7581696)
+    >>> RowRegion(num_rows=1024, payload_bytes=7168, sf_bytes=224, meta_words=3, output_bytes=14336).meta
+    14680064
     """
 
     num_rows: int
     payload_bytes: int
     sf_bytes: int
     meta_words: int
+    output_bytes: int = 0
 
     @cached_property
     def sf(self) -> int:
@@ -90,7 +95,8 @@ class RowRegion:
 
     @cached_property
     def meta(self) -> int:
-        return self.sf + round_up(self.num_rows * self.sf_bytes, REGION_ALIGN)
+        end = self.sf + round_up(self.num_rows * self.sf_bytes, REGION_ALIGN)
+        return max(end, round_up(self.num_rows * self.output_bytes, REGION_ALIGN))
 
     @property
     def total_bytes(self) -> int:
@@ -100,19 +106,26 @@ class RowRegion:
 @lru_cache(maxsize=256)
 def row_region(
     layout: Layout, num_ranks: int, capacity: int, num_topk: int, most_local_experts: int, alignment: int,
-    payload_bytes: int, sf_bytes: int,
+    payload_bytes: int, sf_bytes: int, output_bytes: int = 0,
 ) -> RowRegion:  # fmt: skip
     """Memory for rows of one kind in one bank, the same on all ranks, also where experts are spread unevenly."""
     num_rows = worst_case_rows(layout, num_ranks, capacity, num_topk, most_local_experts, alignment)
-    return RowRegion(num_rows, payload_bytes, sf_bytes, 1 + 2 * num_topk if layout is Layout.COMPACT else 3)
+    routing = SOURCE_WORDS + (2 * num_topk if layout is Layout.COMPACT else 0)
+    return RowRegion(num_rows, payload_bytes, sf_bytes, routing, output_bytes)
+
+
+def num_places(layout: Layout, num_ranks: int, num_topk: int) -> int:
+    """To how many rows at most a token is sent: one for each slot; of COMPACT, one for each rank."""
+    return min(num_ranks, num_topk) if layout is Layout.COMPACT else num_topk
 
 
 def device_bytes(
     *, num_ranks: int, num_experts: int, capacity: int, num_topk: int, num_banks: int, layout: Layout, alignment: int,
-    payload_bytes: int, sf_bytes: int, output_bytes: int = 0,
+    payload_bytes: int, sf_bytes: int, returned_bytes: int = 0, output_bytes: int = 0, over_rows: bool = False,
 ) -> int:  # fmt: skip
-    """What a buffer on a device shares with its peers once it has dispatched rows of this kind: window and rows. With
-    `output_bytes` also as many rows of the experts' output, of that size each.
+    """What a buffer on a device shares with its peers once it has dispatched rows of this kind and combined: window,
+    rows, and with several ranks a row of `returned_bytes` for each place of a token. With `output_bytes` also as many
+    rows of the experts' output, of that size each, apart or `over_rows`.
 
     >>> device_bytes(
     ...     num_ranks=8, num_experts=256, capacity=128, num_topk=8, num_banks=1, layout=Layout.EXPERT_SLOTS,
@@ -121,7 +134,9 @@ def device_bytes(
     242625536
     """
     local = ceil_div(num_experts, num_ranks)
-    rows = row_region(layout, num_ranks, capacity, num_topk, local, alignment, payload_bytes, sf_bytes)
-    outputs = RowRegion(rows.num_rows, output_bytes, 0, 0)
-    per_bank = rows.total_bytes + outputs.total_bytes
+    within, apart = (output_bytes, 0) if over_rows else (0, output_bytes)
+    rows = row_region(layout, num_ranks, capacity, num_topk, local, alignment, payload_bytes, sf_bytes, within)
+    outputs = RowRegion(rows.num_rows, apart, 0, 0)
+    returned = RowRegion(capacity * num_places(layout, num_ranks, num_topk), returned_bytes, 0, 0)
+    per_bank = rows.total_bytes + outputs.total_bytes + (returned.total_bytes if num_ranks > 1 else 0)
     return DeviceWindow(num_ranks, num_experts, num_banks).total_bytes + num_banks * per_bank
