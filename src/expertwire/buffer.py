@@ -73,8 +73,9 @@ class Buffer:
                               dispatch that is held (not received, or zero-copy views not given back) holds up the
                               `max_in_flight`-th dispatch after it, with InFlightError
     timeout_s, on_timeout     longest wait for peers, None = for ever; then "raise" PeerTimeout, or "mask" them: skip
-                              them from then on. A peer whose process has ended is noticed at once; on a GPU after
-                              `timeout_s`, and only such peers are masked: PeerMasked once, see docs/gpu.md
+                              them from then on. A peer whose process has ended is noticed at once. On a GPU after
+                              `timeout_s`, all raise PeerMasked once, and ranks that have left are masked; "end" first
+                              ends the process of one that does not come (SIGKILL). See docs/gpu.md
     validate                  check that ids are in range (and distinct for EXPERT_SLOTS)
     debug_poison              fill windows and unused rows with NaN, and check guards at close
     engine                    row work: "auto", "numba" or "torch"; on GPUs "auto" or "triton"
@@ -100,7 +101,7 @@ class Buffer:
         placement: Placement | None = None,
         max_in_flight: int = 2,
         timeout_s: float | None = 100.0,
-        on_timeout: Literal["raise", "mask"] = "raise",
+        on_timeout: Literal["raise", "mask", "end"] = "raise",
         validate: bool = True,
         debug_poison: bool = False,
         engine: str = "auto",
@@ -112,12 +113,12 @@ class Buffer:
 
         def settings() -> Settings:
             _check.shape(num_experts, hidden, num_topk, num_max_tokens_per_rank, max_in_flight)
-            _check.choice("on_timeout", on_timeout, ("raise", "mask"))
+            on_device = device != "cpu"
+            _check.choice("on_timeout", on_timeout, ("raise", "mask", *(["end"] if on_device else [])))
+            _check.choice("combine_input", combine_input, ("apart", *(["over_rows"] if on_device else [])))
             _check.choice("engine", engine, ENGINES)
             _check.timeout(timeout_s)
-            on_device = device != "cpu"
-            _check.choice("combine_input", combine_input, ("apart", "over_rows"))
-            _device_options(device, engine, debug_poison, num_sms, over_rows=combine_input == "over_rows")
+            _device_options(device, engine, debug_poison, num_sms)
             experts = placement or Placement.contiguous(num_experts, ranks.num_ranks)
             _check.placement(experts, num_experts, ranks.num_ranks)
             return Settings(
@@ -141,7 +142,7 @@ class Buffer:
         self._dispatch: Any
         self._combine: Any
         if device != "cpu":
-            self._on_device(ranks, timeout_s, mask_peers=on_timeout == "mask", validate=validate, num_sms=num_sms)
+            self._on_device(ranks, timeout_s, validate=validate, num_sms=num_sms)
             return
         self._engine = host_engine(
             ranks,
@@ -160,7 +161,7 @@ class Buffer:
         self._dispatch, self._combine = Dispatcher(context), Combiner(context)
 
     def _on_device(
-        self, ranks: Bootstrap, timeout_s: float | None, *, mask_peers: bool, validate: bool, num_sms: int | None
+        self, ranks: Bootstrap, timeout_s: float | None, *, validate: bool, num_sms: int | None
     ) -> None:  # fmt: skip
         """The same parts for a GPU; what they are called here is what they answer to on the CPU."""
         from expertwire.device_calls import rehearse
@@ -168,7 +169,8 @@ class Buffer:
         s = self.settings
         runtime = device_runtime(
             ranks, s.transport, s.device, s.placement, capacity=s.num_max_tokens_per_rank, hidden=s.hidden,
-            num_topk=s.num_topk, num_banks=s.max_in_flight, timeout_s=timeout_s, mask_peers=mask_peers, num_sms=num_sms,
+            num_topk=s.num_topk, num_banks=s.max_in_flight, timeout_s=timeout_s,
+            mask_peers=s.on_timeout != "raise", end_late=s.on_timeout == "end", num_sms=num_sms,
             over_rows=s.combine_input == "over_rows",
         )  # fmt: skip
         rehearse(runtime.engine.state.device)
@@ -321,7 +323,7 @@ class Buffer:
 
     @property
     def masked_ranks(self) -> tuple[int, ...]:
-        """Peers that are skipped since they did not signal in time (`on_timeout="mask"`); on a GPU they have ended."""
+        """Peers that are skipped since they did not signal in time (`on_timeout="mask"`); on a GPU they have left."""
         masked: tuple[int, ...] = self._engine.runtime.masked_ranks
         return masked
 
@@ -347,7 +349,7 @@ class Buffer:
         num_topk: int,
         num_max_tokens_per_rank: int,
         max_in_flight: int = 2,
-        on_timeout: Literal["raise", "mask"] = "raise",
+        on_timeout: Literal["raise", "mask", "end"] = "raise",
         device: str = "cpu",
         num_experts: int = 1,
         layout: Layout = Layout.COMPACT,
@@ -454,7 +456,7 @@ class _OnDevice:
     runtime: Any
 
 
-def _device_options(device: str, engine: str, debug_poison: bool, num_sms: int | None, *, over_rows: bool) -> None:
+def _device_options(device: str, engine: str, debug_poison: bool, num_sms: int | None) -> None:
     """Raise for what this device does not offer."""
     reason = device_unavailable(device)
     if reason:
@@ -466,8 +468,6 @@ def _device_options(device: str, engine: str, debug_poison: bool, num_sms: int |
         _check.integer("num_sms", num_sms, 1, 1 << 10)
         if not on_device:
             raise InvalidArgument("num_sms is a setting of GPUs; leave it out on the CPU")
-    if over_rows and not on_device:
-        raise InvalidArgument("combine_input is a setting of GPUs; leave it out on the CPU")
     if on_device and torch.cuda.is_current_stream_capturing():
         raise TransportUnavailable(
             "a buffer cannot be created while a graph is captured, since its memory is shared and zeroed at once; "

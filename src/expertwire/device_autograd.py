@@ -171,7 +171,7 @@ class DeviceGradients:
             raise BufferClosed(
                 f"rank {rank}: no backward pass, since a call failed in the middle: {failure}"
             ) from failure
-        self._steps.raise_if_outdated(arrived.masked)
+        self._steps.raise_if_outdated(arrived.restarts)
         if arrived.step.bank in self._steps.combining and not self._runtime.rehearsing:
             raise HandleError(
                 f"rank {rank}: a backward pass needs the bank of a combine that was deferred; call its hook() first"

@@ -49,7 +49,7 @@ class DeviceDispatcher:
         steps, engine = self._steps, self._engine
         steps.raise_refused()
         epoch, cached, exact = steps.dispatches.begin(), handle is not None, counts == "host"
-        masked = self._runtime.masked_ranks
+        masked, restarts = self._runtime.masked_ranks, self._runtime.restarts
         bank, call = steps.dispatches.lane.bank(epoch), steps.call("dispatch")
         try:
             layout = _check.dispatch_options(self._rank, layout, expert_alignment, counts, wire)
@@ -107,7 +107,7 @@ class DeviceDispatcher:
 
         def complete() -> dict[str, Any]:
             if defer_receive:
-                steps.raise_if_outdated(masked)
+                steps.raise_if_outdated(restarts)
                 engine.await_rows(step)
             known = steps.counts(step) if exact else None
             if known is not None and engine.num_ranks > 1 and known[-1]:
@@ -126,7 +126,7 @@ class DeviceDispatcher:
                 self._finish(epoch, bank)
             if not cached:
                 held = epoch if zero_copy else None
-                handle._arrived = Arrived(step, num_rows, exact, held, meta, places, borrowed, masked)
+                handle._arrived = Arrived(step, num_rows, exact, held, meta, places, borrowed, masked, restarts)
             fields["_later"], fields["missing_ranks"] = _LaterOfDispatch(engine, step, handle._arrived), masked
             if differentiable:
                 weights = None if cached else fields["_later"].topk_weights()

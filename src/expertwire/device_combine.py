@@ -141,7 +141,7 @@ class DeviceCombiner:
 
         def complete() -> dict[str, Any]:
             if late:
-                steps.raise_if_outdated(arrived.masked)
+                steps.raise_if_outdated(arrived.restarts)
                 gather(self._state.nowhere)
                 steps.combining.discard(step.bank)
             handle._busy = False

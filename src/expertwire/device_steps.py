@@ -23,7 +23,7 @@ from expertwire.steps import LaneSteps
 @dataclass
 class Arrived:
     """What a handle keeps of its dispatch: its step, the shape of the rows that combine will be given, and where they
-    came from; and which ranks were masked then."""
+    came from; and which ranks were masked then, after how many restarts."""
 
     step: Step
     num_rows: int
@@ -33,6 +33,7 @@ class Arrived:
     places: Places  # where they are, if `held_epoch`
     borrowed: bool  # `meta` is the window's, which later dispatches write to once the handle is finished
     masked: tuple[int, ...]
+    restarts: int
 
 
 class Later:
@@ -79,7 +80,7 @@ class DeviceSteps:
 
     @contextmanager
     def fatal(self) -> Iterator[None]:
-        """Errors in here leave the ranks out of step, unless who is late can be masked."""
+        """Errors in here leave the ranks out of step, unless they can agree to restart."""
         try:
             with self.masking():
                 yield
@@ -89,11 +90,11 @@ class DeviceSteps:
             self._failure = error
             raise
 
-    # -- ranks that have ended -----------------------------------------------------------------------------------
+    # -- ranks that do not come ----------------------------------------------------------------------------------
 
     @contextmanager
     def masking(self) -> Iterator[None]:
-        """In here, a rank that is late and has ended is masked, if it may be: PeerMasked in place of PeerTimeout."""
+        """In here, a rank that does not come is masked, if it may be: PeerMasked in place of PeerTimeout."""
         try:
             yield
         except PeerTimeout as error:
@@ -101,8 +102,9 @@ class DeviceSteps:
             raise
 
     def mask_lost(self, cause: PeerTimeout | None = None) -> None:
-        """PeerMasked if a rank has ended that may be masked: all ranks that are left do the same, and go on."""
-        if self.engine.state.capturing or not self.runtime.has_lost():
+        """PeerMasked if ranks can be masked, and one did not come (`cause`), has left, or wants to agree: all ranks
+        that come restart, without those that have left."""
+        if self.engine.state.capturing or not (self.runtime.must_agree() or (cause and self.runtime.masks)):
             return
         try:
             peers, epoch = self.runtime.mask(self.dispatches.epoch)
@@ -116,9 +118,12 @@ class DeviceSteps:
             handle.finished, handle._busy, handle._on_finish = True, False, None
             if handle._arrived is not None:
                 forget(handle._arrived.step, handle._arrived.meta, set(peers))
+        what = "a rank was late, but has come: nobody is masked"
+        if peers:
+            what = f"rank(s) {', '.join(map(str, peers))} have left and are masked from now on"
         raise PeerMasked(
-            f"rank {self.rank}: rank(s) {', '.join(map(str, peers))} have ended and are masked from now on. What was "
-            "in flight is void on all ranks, that is, all since synchronize() last returned: dispatch again.", peers,
+            f"rank {self.rank}: {what}. What was in flight is void on all ranks, that is, all since synchronize() last "
+            "returned: dispatch again.", peers,
         ) from cause  # fmt: skip
 
     def meet(self, kind: tuple[object, ...], call: int, prepare: Callable[[], None]) -> None:
@@ -131,16 +136,15 @@ class DeviceSteps:
         """What a handle keeps, which a call of the buffer `owner` can use now."""
         check_handle(self.rank, owner, handle)
         found: Arrived = handle._arrived
-        self.raise_if_outdated(found.masked)
+        self.raise_if_outdated(found.restarts)
         return found
 
-    def raise_if_outdated(self, masked: tuple[int, ...]) -> None:
-        """`masked`: who was when this handle was made."""
-        if masked != self.runtime.masked_ranks:
-            new = sorted(set(self.runtime.masked_ranks) - set(masked))
+    def raise_if_outdated(self, restarts: int) -> None:
+        """`restarts`: how many there had been when this handle was made."""
+        if restarts != self.runtime.restarts:
             raise HandleError(
-                f"rank {self.rank}: this dispatch is void, since rank(s) {new} took part in it, which are masked now; "
-                "dispatch again"
+                f"rank {self.rank}: this dispatch is void, since PeerMasked was raised after it: a rank that took part "
+                "in it had not come in time; dispatch again"
             )
 
     # -- refused steps -------------------------------------------------------------------------------------------

@@ -78,7 +78,8 @@ def device_transport_name(requested: str, group: Bootstrap) -> str:
 
 def device_runtime(
     group: Bootstrap, transport: str, device: str, placement: Placement, *, capacity: int, hidden: int, num_topk: int,
-    num_banks: int, timeout_s: float | None, mask_peers: bool, num_sms: int | None, over_rows: bool,
+    num_banks: int, timeout_s: float | None, mask_peers: bool, end_late: bool,
+    num_sms: int | None, over_rows: bool,
 ) -> DeviceRuntime:  # fmt: skip
     """Windows on the GPUs of all ranks, and the kernels that work on them. Collective."""
     from expertwire.kernels.engine import DeviceEngine
@@ -94,6 +95,10 @@ def device_runtime(
             f"rank {group.rank}: on_timeout='mask' on a GPU needs ranks of one host, which see each other's processes "
             "end; use on_timeout='raise'"
         )
+    if end_late and transport == "inproc":
+        raise TransportUnavailable(
+            f"rank {group.rank}: on_timeout='end' ends a process, and the ranks of a World share one; use 'mask'"
+        )
     beside = sum(other.uuid == seat.uuid for other in seats)  # ranks that share this GPU
     engine = DeviceEngine(
         memory, placement, capacity=capacity, hidden=hidden, num_topk=num_topk, num_banks=num_banks, timeout_us=1,
@@ -102,7 +107,7 @@ def device_runtime(
     )  # fmt: skip
     sharing = len({other.uuid for other in seats}) < len(seats)
     runtime = DeviceRuntime(
-        engine, memory, timeout_s, meeting=meeting, sharing=sharing, mask_peers=mask_peers
+        engine, memory, timeout_s, meeting=meeting, sharing=sharing, mask_peers=mask_peers, end_late=end_late
     )  # fmt: skip
     group.all_gather(None)
     return runtime

@@ -5,7 +5,7 @@ ExpertWireError
  +-- GroupMismatch          the ranks of one group disagree; found at creation      (also a ValueError)
  +-- PeerError              another rank is the cause                               (also a RuntimeError)
  |    +-- PeerRefused       it rejected its own arguments; this call is void on all ranks
- |    +-- PeerMasked        it has ended and is masked; what was in flight is void on all ranks
+ |    +-- PeerMasked        it did not come, and is masked if it has left; what was in flight is void on all ranks
  |    +-- TransportBroken   its signal came before its data, which no transport may allow
  |    +-- PeerTimeout       it did not signal in time                               (also a TimeoutError)
  |         +-- PeerLost     its process has ended, or it closed its buffer
@@ -47,8 +47,9 @@ class PeerRefused(PeerError):
 
 
 class PeerMasked(PeerError):
-    """Peers have ended, and are masked from now on (`on_timeout="mask"` on a GPU). Every dispatch and combine that was
-    in flight on any rank is void; the next call works."""
+    """A rank did not come in time (`on_timeout="mask"` or "end" on a GPU). `peers` have left, and are masked from now
+    on; there are none if the rank was late, but came. Every dispatch and combine that was in flight on any rank is
+    void; the next call works."""
 
 
 class TransportBroken(PeerError):

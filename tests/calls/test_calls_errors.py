@@ -115,6 +115,8 @@ def creation(rank, name, value):
         ("max_in_flight", 1000),
         ("timeout_s", -1.5),
         ("on_timeout", "retry"),
+        ("on_timeout", "end"),  # which is for GPUs
+        ("combine_input", "over_rows"),
         ("engine", "opencl"),
         ("transport", "udp"),
         ("placement", ew.Placement((0, 1, 0))),

@@ -12,7 +12,7 @@ from expertwire.transports.shm import Shm
 from expertwire.world import bootstrap
 
 
-def interpreted_buffer(group, placement=None, mask_peers=False, over_rows=False):
+def interpreted_buffer(group, placement=None, on_timeout="raise", over_rows=False):
     """What `Buffer` makes of device="cuda", but for the memory."""
     use_interpreter()
     from expertwire.kernels.engine import DeviceEngine
@@ -37,8 +37,11 @@ def interpreted_buffer(group, placement=None, mask_peers=False, over_rows=False)
     buf.rank, buf.num_ranks, buf._handles, buf._closed = memory.rank, memory.num_ranks, weakref.WeakSet(), False
     buf.settings = Settings(
         num_experts=EXPERTS, hidden=HIDDEN, num_topk=TOPK, num_max_tokens_per_rank=CAPACITY, max_in_flight=2,
-        device="cpu", transport="files", on_timeout="mask" if mask_peers else "raise", placement=placement,
+        device="cpu", transport="files", on_timeout=on_timeout, placement=placement,
     )  # fmt: skip
-    buf._use(DeviceRuntime(engine, memory, 60.0, meeting=meeting, mask_peers=mask_peers), validate=True)
+    runtime = DeviceRuntime(
+        engine, memory, 60.0, meeting=meeting, mask_peers=on_timeout != "raise", end_late=on_timeout == "end"
+    )
+    buf._use(runtime, validate=True)
     buf.combine_input = buf._combine.inputs  # refused where device is "cpu"
     return buf

@@ -1,7 +1,9 @@
-"""What the ranks that are left see when others of a GPU's Buffer are killed. `buf` has on_timeout="mask"."""
+"""What ranks see when others of a GPU's Buffer are killed, hang, or are late. `buf` has on_timeout="mask" or "end"."""
 
+import contextlib
 import os
 import signal
+import time
 
 import pytest
 import torch
@@ -69,19 +71,23 @@ def check_step(buf, step, layout, wire=None, back_wire=None, reduce="token", **o
 
 
 CASES = [
+    # ranks, check, arguments of it: who is lost first; then on_timeout, if not "mask"
     (3, "check_all", ((1,), "dispatch")),
     (3, "check_all", ((0,), "dispatch of device counts")),
     (3, "check_all", ((2,), "combine")),
     (4, "check_all", ((1, 3), "first call of a kind")),
     (3, "check_gradients", ((1,),)),
     (4, "check_twice", ((1, 3),)),
+    (3, "check_late", ((),)),
+    (3, "check_all", ((1,), "combine"), "end"),
+    (3, "check_all", ((2,), "dispatch"), "end"),
 ]
 
 
-def run_case(rank_work, num_ranks, check, arguments):
+def run_case(rank_work, num_ranks, check, arguments, on_timeout="mask"):
     """`rank_work` returns who is masked, on ranks that are left."""
     with Processes(num_ranks) as crew:
-        outcomes = crew.outcomes(rank_work, check, arguments, timeout_s=240)
+        outcomes = crew.outcomes(rank_work, check, arguments, on_timeout, timeout_s=240)
     for rank, outcome in enumerate(outcomes):
         if rank in arguments[0]:
             assert outcome.exit_code == -signal.SIGKILL
@@ -90,10 +96,12 @@ def run_case(rank_work, num_ranks, check, arguments):
             assert outcome.value == arguments[0]
 
 
-def die():
+def die(buf):
+    """Be killed, or hang until that happens."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGSTOP if buf.settings.on_timeout == "end" else signal.SIGKILL)
+    raise AssertionError("this rank goes on, and was to be ended")
 
 
 def lose(buf, doomed, moment, patience_s):
@@ -108,13 +116,13 @@ def lose(buf, doomed, moment, patience_s):
         nonlocal held
         held = buf.dispatch(x, ids, weights, layout=layout, counts=counts)
         if buf.rank in doomed:
-            die()
+            die(buf)
         buf.combine(held.x, held.handle)
         buf.synchronize()
 
     buf.timeout_s = patience_s
     if buf.rank in doomed and moment != "combine":
-        die()
+        die(buf)
     with pytest.raises(ew.PeerMasked, match=f"rank {buf.rank}: rank.s. {', '.join(map(str, doomed))} have") as caught:
         batch()
     assert caught.value.peers == doomed
@@ -129,11 +137,34 @@ def check_all(buf, doomed, moment, patience_s):
     check_step(buf, 2, COMPACT, FP8Block())
     if held is not None:
         for call in (lambda: buf.combine(held.x, held.handle), lambda: buf.dispatch(held.x[:0], handle=held.handle)):
-            with pytest.raises(ew.HandleError, match="took part in it, which are masked now; dispatch again"):
+            with pytest.raises(ew.HandleError, match="had not come in time; dispatch again"):
                 call()
     check_step(buf, 3, COMPACT, counts="device", back_wire=LogFMT10())
     check_step(buf, 4, SLOTS, FP8Block(scale="ue8m0"), zero_copy=False)
     check_step(buf, 5, MAJOR, BF16(), reduce="rank")
+
+
+def check_late(buf, doomed, patience_s):
+    """A rank comes, but late: nobody is lost, and what was in flight is void on all ranks."""
+    check_step(buf, 1, COMPACT)
+    x, ids, weights = (t.to(buf.settings.device) for t in inputs(buf.rank, 7))
+    usual, buf.timeout_s = buf.timeout_s, patience_s
+
+    def steps():
+        for _ in range(3):  # the late one may find its first step refused, or complete
+            with contextlib.suppress(ew.PeerRefused):
+                sent = buf.dispatch(x, ids, weights)
+                buf.combine(sent.x, sent.handle)
+                buf.synchronize()
+
+    if buf.rank == 1:
+        time.sleep(1.5 * patience_s)
+    with pytest.raises(ew.PeerMasked, match="a rank was late, but has come: nobody is masked") as caught:
+        steps()
+    assert caught.value.peers == buf.masked_ranks == doomed == ()
+    buf.timeout_s = usual
+    check_step(buf, 2, COMPACT, FP8Block())
+    check_step(buf, 3, SLOTS, counts="device")
 
 
 def check_twice(buf, doomed, patience_s):

@@ -23,6 +23,7 @@ class Threads:
         self.num_ranks, self.looks = num_ranks, looks
         self.windows = [np.zeros(MEETING_BYTES, np.uint8) for _ in range(num_ranks)]
         self.running = [True] * num_ranks
+        self.told_to_end = set()
 
     def of(self, rank):
         return _Seat(self, rank)
@@ -54,13 +55,21 @@ class _Seat:
         self._looks = crew.looks.get(rank, -1)
 
     def alive(self, peer):
+        self.raise_if_aborted()
         self._looks -= 1
         if self._looks == 0:
             raise EndedError
         return self._crew.running[peer]
 
-    def raise_if_aborted(self):
+    def close(self):
         pass
+
+    def end(self, peer):
+        self._crew.told_to_end.add(peer)
+
+    def raise_if_aborted(self):
+        if self.rank in self._crew.told_to_end:
+            raise EndedError
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -81,7 +90,7 @@ def test_all_that_are_left_mask_the_same_ranks(seed):
                 assert values == [[(peer, number) for peer in range(num_ranks)] for number in range(3)]
             except PeerLost:
                 pass
-        while not meeting.ended():  # what a kernel's time-out says
+        while not meeting.left():  # what a kernel's time-out says
             time.sleep(0.0005)
         newest, stages = meeting.agree((10 * rank, 1), 20.0), 1
         before = None
@@ -116,8 +125,79 @@ def test_a_rank_that_does_not_come_is_named():
     first, _, last = crew.run(work)
     assert isinstance(first, PeerTimeout)
     assert first.peers == last.peers == (1,)
-    assert "in phase 'agreeing which ranks have ended' for rank(s) [1]" in str(first)
-    assert "All ranks that are left must come to it" in str(first)
+    assert "in phase 'agreeing which ranks have left' for rank(s) [1]" in str(first)
+    assert "on_timeout='end' ends the process" in str(first)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_ranks_that_do_not_come_are_ended(seed):
+    """Others may be late, and come before that or are ended too; who is left says the same."""
+    chance = random.Random(seed)
+    num_ranks = chance.randint(2, 6)
+    hanging = chance.sample(range(num_ranks), chance.randint(1, num_ranks - 1))
+    delays = [chance.choice((0.0, 0.01, 0.05, 0.1)) for _ in range(num_ranks)]
+    crew = Threads(num_ranks, {})
+
+    def work(meeting, rank):
+        time.sleep(delays[rank])
+        while rank in hanging:
+            crew.of(rank).raise_if_aborted()
+            time.sleep(0.001)
+        newest, before = (rank,), None
+        while before != meeting.masked:
+            before = set(meeting.masked)
+            newest = meeting.agree(newest, 0.05, end_late=True)
+            crew.of(rank).raise_if_aborted()
+        return sorted(meeting.masked), newest
+
+    found = [result for result in crew.run(work) if result is not None]
+    assert found
+    assert all(result == found[0] for result in found)
+    assert set(hanging) <= set(found[0][0])
+
+
+def test_who_closes_has_left():
+    """Without having ended: it is masked, and not waited for."""
+    crew = Threads(3, {})
+
+    def work(meeting, rank):
+        if rank == 1:
+            meeting.close()
+            time.sleep(1.0)
+            return None
+        while not meeting.left():
+            time.sleep(0.001)
+        with pytest.raises(PeerLost):
+            meeting.arrive(1 << 8, 0, 20.0)
+        began = time.monotonic()
+        meeting.agree((0,), 20.0)
+        return sorted(meeting.masked), time.monotonic() - began < 0.9, meeting.alive(1)
+
+    assert crew.run(work) == [([1], True, False), None, ([1], True, False)]
+
+
+def test_who_shares_something_is_summoned():
+    crew = Threads(2, {})
+
+    def work(meeting, rank):
+        if rank == 0:
+            return meeting.agree((7,), 20.0), sorted(meeting.masked)
+        with pytest.raises(PeerTimeout, match="have given up waiting for another call"):
+            meeting.all_gather("memory")
+        assert meeting.summoned()
+        return meeting.agree((5,), 20.0), sorted(meeting.masked)
+
+    assert crew.run(work) == [((7,), []), ((7,), [])]
+    other = Threads(2, {})
+
+    def late(meeting, rank):
+        if rank == 0:
+            return meeting.agree((7,), 20.0)
+        while not meeting.summoned():
+            time.sleep(0.001)
+        return meeting.agree((9,), 20.0)
+
+    assert other.run(late) == [(9,), (9,)]
 
 
 def test_a_message_that_is_too_long():

@@ -13,9 +13,9 @@ pytestmark = on_gpu.MARKS
 PATIENCE_S = 4.0
 
 
-def rank_work(group, check, arguments):
+def rank_work(group, check, arguments, on_timeout):
     torch.cuda.set_device(0)
-    buf = on_gpu.buffer(group, on_timeout="mask", timeout_s=60.0)
+    buf = on_gpu.buffer(group, on_timeout=on_timeout, timeout_s=60.0)
     find = getattr(masks, check, None) or globals()[check]
     find(buf, *arguments, PATIENCE_S)
     masked = buf.masked_ranks
@@ -57,24 +57,29 @@ def check_graph(buf, doomed, patience_s):
     assert_equal(out.cpu(), served(doomed))
 
 
-@pytest.mark.parametrize(("num_ranks", "check", "arguments"), [*masks.CASES, (3, "check_graph", ((1,),))], ids=str)
-def test_the_others_go_on(num_ranks, check, arguments):
-    masks.run_case(rank_work, num_ranks, check, arguments)
+@pytest.mark.parametrize("case", [*masks.CASES, (3, "check_graph", ((1,),))], ids=str)
+def test_the_others_go_on(case):
+    masks.run_case(rank_work, *case)
 
 
-def test_a_rank_that_is_late_but_there_is_not_masked():
+def test_a_virtual_rank_that_does_not_come_is_not_masked():
     def rank_work(rank):
         with on_gpu.buffer(rank, on_timeout="mask", timeout_s=0.5) as buf:
             masks.check_step(buf, 1, SLOTS)
             rank.barrier()
             if rank.rank == 0:
                 buf.dispatch(*(t.cuda() for t in masks.inputs(0, 2)), layout=SLOTS, counts="device")
-                with pytest.raises(ew.PeerTimeout, match="Only ranks that have ended are masked on a GPU"):
+                with pytest.raises(ew.PeerTimeout, match="Only ranks that have left are masked on a GPU"):
                     buf.synchronize()
                 assert buf.masked_ranks == ()
             rank.barrier()
 
     ew.World(2, device="cuda").run(rank_work)
+
+
+def test_virtual_ranks_cannot_be_ended():
+    with pytest.raises(ew.TransportUnavailable, match="the ranks of a World share one; use 'mask'"):
+        ew.World(2, device="cuda").run(lambda rank: on_gpu.buffer(rank, on_timeout="end"))
 
 
 def test_a_virtual_rank_that_returns_is_masked():

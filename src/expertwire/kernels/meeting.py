@@ -1,9 +1,9 @@
 """Where ranks meet on the host: before the first call of a kind, whose kernels are compiled and whose memory is shared,
-and to agree which of them have ended.
+and to agree which of them have left, that is, ended or closed their buffer.
 
-A rank that refuses a call does not come, and says so: it is not waited for, then or later. Every rank has two words in
-host memory that all of them see: how far it has come, and the last call it refused. Calls are numbered in the same way
-on all ranks, and the numbers grow. Behind the words are the pages of a `Board`.
+A rank that refuses a call does not come, and says so: it is not waited for, then or later. Every rank has three words
+in host memory that all of them see: how far it has come, the last call it refused, and whether it has closed. Calls are
+numbered in the same way on all ranks, and the numbers grow. Behind the words are the pages of a `Board`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from expertwire.kernels.board import BOARD_BYTES, Board, HostWindows
 
 _WORDS_BYTES = 64
 MEETING_BYTES = _WORDS_BYTES + BOARD_BYTES
-_AGREEING = "which ranks have ended"
+_AGREEING = "which ranks have left"
 _PREPARING_S = 600.0  # compilers take long
 
 
@@ -25,10 +25,10 @@ class Meeting:
 
     def __init__(self, transport: HostWindows) -> None:
         self._transport = transport
-        self._words = [
-            window[:_WORDS_BYTES].view("int64")[:2] for window in transport.windows
-        ]  # [2 * call + stage, refused call]
-        self._board = Board(transport, _WORDS_BYTES)
+        # 2 * call + stage, refused call, whether it has closed
+        self._words = [window[:_WORDS_BYTES].view("int64")[:3] for window in transport.windows]
+        self._board = Board(transport, _WORDS_BYTES, self.has_left)
+        self._summoned = False  # a peer wants to agree
         self.masked: set[int] = set()
 
     def refuse(self, call: int) -> None:
@@ -42,57 +42,87 @@ class Meeting:
         words = [(peer, word) for peer, word in enumerate(self._words) if peer not in self.masked]
         began = time.monotonic()
         while True:
-            missing = [peer for peer, (come, refused) in words if come < place and refused < call]
+            missing = [peer for peer, (come, refused, _) in words if come < place and refused < call]
             if not missing:
                 break
             transport.raise_if_aborted()
-            gone = [peer for peer in missing if transport.alive(peer) is False]
+            gone = [peer for peer in missing if self.has_left(peer)]
             waited = time.monotonic() - began
             if gone or (timeout_s is not None and waited > timeout_s):
-                missed = [MissedSignal(p, call >> 8, 0, 0, transport.alive(p)) for p in gone or missing]
+                missed = [MissedSignal(p, call >> 8, 0, 0, self.alive(p)) for p in gone or missing]
                 hint = "This was the first call of its kind, which all ranks prepare together."
                 error = PeerLost if gone else PeerTimeout
                 raise error(transport.rank, "meeting on the host", missed, waited, hint)
             time.sleep(min(0.001, waited / 8))
         # Nobody leaves stage 0 without this rank, unless the call is void: who is further has refused, or saw who did.
         void = [
-            peer for peer, (come, refused) in words
+            peer for peer, (come, refused, _) in words
             if refused == call or come < place or (stage == 0 and come > place + 1)
         ]  # fmt: skip
         named = [peer for peer in void if self._words[peer][1] == call]
         return named or void
 
     def all_gather(self, value: object) -> list[Any]:
-        """Every rank's value, None of masked ones. PeerLost if a rank ends meanwhile. Collective."""
-        values, ended = self._board.exchange(("", value), self.masked, _PREPARING_S, "sharing memory and kernels")
-        ended |= {gone for said in values if said and said[0] == _AGREEING for gone in said[1]}
-        if ended:
-            missed = [MissedSignal(peer, 0, 0, 0, False) for peer in sorted(ended)]
-            raise PeerLost(self._transport.rank, "meeting on the host", missed, 0.0, "All ranks that are left know it.")
+        """Every rank's value, None of masked ones. PeerLost if a rank leaves meanwhile, PeerTimeout if one has given up
+        waiting and wants to agree. Collective."""
+        rank, phase = self._transport.rank, "meeting on the host"
+        values, left = self._board.exchange(
+            ("", value), self.masked, _PREPARING_S, "sharing memory and kernels", "All ranks prepare a call together."
+        )
+        agreeing = {peer: said[1] for peer, said in enumerate(values) if said and said[0] == _AGREEING}
+        left = left.union(*agreeing.values())
+        if left:
+            missed = [MissedSignal(peer, 0, 0, 0, False) for peer in sorted(left)]
+            raise PeerLost(rank, phase, missed, 0.0, "All ranks that are left know it.")
+        if agreeing:
+            self._summoned = True
+            missed = [MissedSignal(peer, 0, 0, 0, True) for peer in agreeing]
+            raise PeerTimeout(rank, phase, missed, 0.0, "These ranks have given up waiting for another call.")
         return [said and said[1] for said in values]
 
-    def ended(self) -> set[int]:
-        """Ranks that have ended and are not masked yet."""
-        peers = set(range(self._transport.num_ranks)) - self.masked
-        return {peer for peer in peers if self._transport.alive(peer) is False}
+    def left(self) -> set[int]:
+        """Ranks that have left and are not masked yet."""
+        return {peer for peer in self._others() if self.has_left(peer)}
 
-    def agree(self, numbers: tuple[int, ...], timeout_s: float | None) -> tuple[int, ...]:
-        """Mask the ranks that have ended, the same ones on all ranks that are left; returns the largest of everybody's
-        `numbers`. Collective among these; some may come from an `all_gather`, which they leave then."""
-        ended: set[int] = set()
+    def summoned(self) -> bool:
+        """Whether a peer wants to agree which ranks have left."""
+        next_words = map(self._board.next_of, self._others())
+        return self._summoned or any(isinstance(said, tuple) and said[0] == _AGREEING for said in next_words)
+
+    def _others(self) -> set[int]:
+        return set(range(self._transport.num_ranks)) - self.masked - {self._transport.rank}
+
+    def agree(self, numbers: tuple[int, ...], timeout_s: float | None, *, end_late: bool = False) -> tuple[int, ...]:
+        """Mask the ranks that have left, the same ones on all others; returns the largest of everybody's `numbers`.
+        Who does not come in time is ended, if `end_late`. Collective among those that are left; some may come from an
+        `all_gather`, which they leave then."""
+        self._summoned = False
+        left: set[int] = set()
         while True:
-            message = (_AGREEING, self.ended() | ended, numbers)
-            values, silent = self._board.exchange(message, self.masked, timeout_s, "agreeing which ranks have ended")
+            message = (_AGREEING, self.left() | left, numbers)
+            values, silent = self._board.exchange(
+                message, self.masked, timeout_s, "agreeing which ranks have left",
+                "Only ranks that have left are masked on a GPU; on_timeout='end' ends the process of one that is late.",
+                end_late=end_late,
+            )  # fmt: skip
             said = [value for value in values if value is not None]
             found = silent.union(*(value[1] for value in said if value[0] == _AGREEING))
             if all(value[0] == _AGREEING and value[1] == found for value in said):
                 self.masked |= found
                 return tuple(map(max, *(value[2] for value in said))) if len(said) > 1 else numbers
-            ended = found
+            left = found
+
+    def has_left(self, peer: int) -> bool:
+        """Whether a peer can no longer act: its process has ended, or it has closed its buffer."""
+        return self._transport.alive(peer) is False or bool(self._words[peer][2])
 
     def alive(self, peer: int) -> bool | None:
-        return self._transport.alive(peer)
+        """None where that cannot be known."""
+        return False if self._words[peer][2] else self._transport.alive(peer)
 
     def close(self) -> None:
+        """Say that this rank will not act any more. Its kernels are done."""
+        if self._words:
+            self._words[self._transport.rank][2] = 1
         self._words = []
         self._transport.close()

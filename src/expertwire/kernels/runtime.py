@@ -25,13 +25,15 @@ class DeviceRuntime:
 
     def __init__(
         self, engine: DeviceEngine, memory: DeviceMemory, timeout_s: float | None, *,
-        meeting: Meeting | None = None, sharing: bool = True, mask_peers: bool = False,
+        meeting: Meeting | None = None, sharing: bool = True, mask_peers: bool = False, end_late: bool = False,
     ) -> None:  # fmt: skip
         """Collective. `sharing`: some ranks share a GPU. Without a `meeting`, a rank that refuses the first call of a
-        kind keeps its peers waiting. `mask_peers`: ranks that have ended may be left behind."""
+        kind keeps its peers waiting. `mask_peers`: ranks that have left may be left behind, `end_late`: and others that
+        do not come, when they have been ended."""
         self.engine, self.memory, self.meeting, self.sharing = engine, memory, meeting, sharing
         self.masked_ranks: tuple[int, ...] = ()
-        self._masking = meeting if mask_peers else None
+        self.restarts = 0
+        self._masking, self._end_late = meeting if mask_peers else None, end_late
         if self._masking is not None:
             memory.gather_by(self._masking.all_gather)
         self.closed = False
@@ -154,28 +156,34 @@ class DeviceRuntime:
             done.synchronize()
         self.raise_if_failed()
 
-    # -- ranks that have ended -----------------------------------------------------------------------------------
+    # -- ranks that do not come ----------------------------------------------------------------------------------
 
-    def has_lost(self) -> bool:
-        """Whether a rank has ended that may be masked, and is not yet."""
-        return self._masking is not None and bool(self._masking.ended())
+    @property
+    def masks(self) -> bool:
+        """Whether ranks can be masked."""
+        return self._masking is not None
+
+    def must_agree(self) -> bool:
+        """Whether a rank has left that is to be masked, or a peer wants to agree who has."""
+        return self._masking is not None and (bool(self._masking.left()) or self._masking.summoned())
 
     def mask(self, epoch: int) -> tuple[list[int], int]:
-        """Mask the ranks that have ended, and void all that is in flight. Collective among those that are left, whose
-        waits end in time, so that they come here too; returns who was masked, and the largest `epoch` of all ranks."""
+        """Mask the ranks that have left, and void all that is in flight. Collective among the others, whose waits end
+        in time, so that they come here too; returns who was masked, and the largest `epoch` of all ranks."""
         state, meeting = self.engine.state, self._masking
         assert meeting is not None
-        before, restarted = set(meeting.masked), set(meeting.masked)
+        before, restarted = set(meeting.masked), None
         timeout_s = None if self.timeout_s is None else 2 * self.timeout_s + 10.0
         self._drain()
         newest = newest_step(state)
         while True:
-            newest, epoch = meeting.agree((newest, epoch), timeout_s)
+            newest, epoch = meeting.agree((newest, epoch), timeout_s, end_late=self._end_late)
             if meeting.masked == restarted:  # everybody has restarted
                 break
             restarted = set(meeting.masked)
             restart(state, restarted, newest)
         self.masked_ranks = tuple(sorted(restarted))
+        self.restarts += 1
         self._told = self._refusals.copy()
         return sorted(restarted - before), epoch
 
@@ -212,8 +220,6 @@ class DeviceRuntime:
                 missed.append(MissedSignal(peer, unpack(wanted)[0], *unpack(seen), alive=alive(peer)))
                 phase, waited = PHASES[code], ns
         hint = "If the ranks are only slow (compiling, loading), raise buf.timeout_s."
-        if self._masking is not None:
-            hint += " Only ranks that have ended are masked on a GPU."
         error = PeerLost if any(m.alive is False for m in missed) else PeerTimeout
         raise error(self.engine.rank, phase, missed, waited / 1e9, hint)
 

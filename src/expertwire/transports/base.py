@@ -61,6 +61,10 @@ class Transport(ABC):
     def alive(self, peer: int) -> bool | None:
         """False once the peer can no longer act; None where that cannot be known."""
 
+    def end(self, peer: int) -> None:
+        """End the process of a peer. Returns before it has ended, which `alive` tells."""
+        raise TransportUnavailable(f"ranks of transport {self.name!r} have no process that could be ended")
+
     def raise_if_aborted(self) -> None:
         """Raise if something outside the group's own protocol has ended this group."""
         return

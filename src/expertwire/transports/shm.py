@@ -7,9 +7,11 @@ shared-memory file system (64 MB in many containers) does not matter.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import select
+import signal
 import sys
 import weakref
 from dataclasses import dataclass
@@ -127,6 +129,10 @@ class Shm(Transport):
         ended = select.poll()
         ended.register(self._processes[peer], select.POLLIN)
         return not ended.poll(0)
+
+    def end(self, peer: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._processes[peer], signal.SIGKILL)
 
     def close(self) -> None:
         super().close()
