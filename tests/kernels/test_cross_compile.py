@@ -73,15 +73,19 @@ KERNELS = {
     "send bf16, few SMs": (dispatch_send, SEND | PLACED | {"SENDS": 2, "ROWS": 4, "FP8": False, "sf_units": 0}, 16),
     "send fp8 to ranks, few SMs": (dispatch_send, COMPACT | {"SENDS": 2, "ROWS": 4, "FP8": True, "sf_units": 56}, 32),
     "send bf16 to ranks, few SMs": (dispatch_send, COMPACT | {"SENDS": 2, "ROWS": 4, "FP8": False, "sf_units": 0}, 16),
-    "send bf16 to ranks": (dispatch_send, COMPACT | {"ROWS": 1, "FP8": False, "sf_units": 0}, 4),
+    "send bf16 to ranks": (
+        dispatch_send, COMPACT | {"topk_weights": None, "ROWS": 1, "FP8": False, "sf_units": 0}, 4,
+    ),
     "push": (
         combine_push, {"GROUPS": 32, "ROWS": 4, "UNITS": 4096, "units": 3584, "SENDS": 8, "META": 3, "OWN": False}, 32,
     ),
     "combine": (combine_gather, COMBINE | {"ROWS": 1, "COLUMNS": 1024, "PARTS": 7}, 4),
+    "combine, none pushed": (combine_gather, COMBINE | {"y": None, "ROWS": 1, "COLUMNS": 1024, "PARTS": 7}, 4),
     "combine, many tokens": (combine_gather, COMBINE | {"ROWS": 1, "COLUMNS": 8192, "PARTS": 1}, 16),
     "combine, few SMs": (combine_gather, COMBINE | {"SENDS": 2, "ROWS": 4, "COLUMNS": 8192, "PARTS": 1}, 32),
     "combine, by rank": (combine_gather, COMBINE | {"BY_RANK": True, "ROWS": 1, "COLUMNS": 2048, "PARTS": 4}, 4),
     "ready to combine": (combine_send, COMBINE, 1),
+    "ready to combine, anywhere": (combine_send, COMBINE | {"seen_at": None}, 1),
     "plan": (
         plan_count, PLAN | {
             "EXPERTS": 256, "EXPERT_BINS": 512, "RANK_BINS": 16, "BLOCKS": 64, "COLUMNS": 256, "LAYOUT": 1
@@ -165,7 +169,7 @@ def test_cuda(compiled, tmp_path, name, target):
     assert stack <= {
         "plan": 48,
         "send fp8, few SMs": 48,
-        "send fp8 to experts, few SMs": 64,
+        "send fp8 to experts, few SMs": 80,  # with Triton 3.6; 64 with 3.9
         "send fp8 to ranks, few SMs": 80,
         "send fp8": 8,
         "send bf16": 8,
