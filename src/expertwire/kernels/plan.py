@@ -136,8 +136,8 @@ def plan_count(
         tl.store(owners + at, owner, mask=listed)
         serves = (last[:, :, None] == tl.arange(0, RANKS)[None, None, :]).to(tl.int32)  # [TOKENS, SLOTS, RANKS]
         table = tl.sum(serves, axis=1)
-        before = tl.cumsum(table, axis=0) - table
-        tl.store(indexes + at, tl.sum(serves * before[:, None, :], axis=2), mask=listed)
+        earlier = tl.cumsum(table, axis=0) - table
+        tl.store(indexes + at, tl.sum(serves * earlier[:, None, :], axis=2), mask=listed)
     experts = histogram(tl.reshape(ids, [TOKENS * SLOTS]), TOKENS * SLOTS, EXPERT_BINS)
     ranks = histogram(tl.reshape(last, [TOKENS * SLOTS]), TOKENS * SLOTS, RANK_BINS)
     bins = tl.arange(0, EXPERT_BINS)
