@@ -168,7 +168,7 @@ def test_cuda(compiled, tmp_path, name, target):
     # The plan adds its blocks up in one table that spills a little: in two passes it takes 4 us longer.
     assert stack <= {
         "plan": 48,
-        "plan, slots": 24,
+        "plan, slots": 40,
         "send fp8, few SMs": 48,
         "send fp8 to experts, few SMs": 80,  # with Triton 3.6; 64 with 3.9
         "send fp8 to ranks, few SMs": 80,
