@@ -91,6 +91,26 @@ def small_examples(group):
     return where.tolist(), offsets, out.nonzero()[:, 0].tolist(), float(total), places(slots)
 
 
+def push_example(group):
+    """Rows for places of ranks 1, 0 (this one) and a masked one: what lies in the memory of ranks 0 and 1 then."""
+    use_interpreter()
+    from expertwire.kernels.combine_push import combine_push
+
+    def ints(*values, dtype=torch.int32):
+        return torch.tensor(values, dtype=dtype)
+
+    y, meta = torch.arange(1, 13, dtype=torch.int32).view(3, 4), ints(1, 3, 0, 0, 2, 1, -1, 0, 0).view(3, 3)
+    found = []
+    for own in (False, True):
+        memory = torch.zeros(2, 8, 4, dtype=torch.int32)
+        combine_push[(2,)](
+            y, meta, ints(3), ints(0), ints(0, 0), 2, ints(*(part.data_ptr() for part in memory), dtype=torch.int64), 0,
+            GROUPS=1, ROWS=1, UNITS=4, units=4, SENDS=2, META=3, OWN=own,
+        )  # fmt: skip
+        found.append({(rank, row): memory[rank, row].tolist() for rank, row in memory.any(2).nonzero().tolist()})
+    return found
+
+
 def sums_example(group):
     """The rows of two ranks, summed in slots and in ranks."""
     use_interpreter()
@@ -161,6 +181,12 @@ def test_place_copy_and_combine(processes):
     assert copied == [0, 1, 2, 8, 9]
     assert total == 7.5
     assert slots == [["1:5", "0:3", "1:5"]]
+
+
+def test_push(processes):
+    assert processes.run(push_example, num_ranks=1) == [
+        [{(1, 6): [1, 2, 3, 4]}, {(1, 6): [1, 2, 3, 4], (0, 5): [5, 6, 7, 8]}]
+    ]
 
 
 def test_sums_of_slots_and_of_ranks(processes):
