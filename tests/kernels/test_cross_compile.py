@@ -20,7 +20,7 @@ from expertwire.kernels.dispatch_send import dispatch_send  # noqa: E402
 from expertwire.kernels.dispatch_slots import dispatch_slots  # noqa: E402
 from expertwire.kernels.gradients import gradient_rows  # noqa: E402
 from expertwire.kernels.logfmt import combine_logfmt, encode_rows  # noqa: E402
-from expertwire.kernels.place import address_rows, rows_of_slots  # noqa: E402
+from expertwire.kernels.place import address_rows, place_rows, rows_of_slots  # noqa: E402
 from expertwire.kernels.plan import plan_count  # noqa: E402
 from expertwire.kernels.values import combine_values, send_values  # noqa: E402
 
@@ -42,7 +42,7 @@ NUMBERS = {
     "timeout_us",
     "sf_at",
     "meta_at",
-    "group_rows",
+    "pieces",
 }
 NUMBERS |= {"num_rows", "num_values", "num_places", "num_slots"}
 SIZES = {"R": 8, "RANKS": 8, "E": 256, "hidden": 7168, "BLOCK": 128}
@@ -61,6 +61,9 @@ COMBINE = SIZES | {
 }  # fmt: skip
 PLAN = SIZES | {
     "K": 8, "SLOTS": 8, "TOKENS": 64, "EXPERTS": 256, "EXPERT_BINS": 512, "RANK_BINS": 16, "BLOCKS": 64, "COLUMNS": 256,
+}  # fmt: skip
+PLACES = {
+    "R": 8, "E": 256, "K": 8, "SLOTS": 8, "SENDS": 8, "TOKENS": 64, "KEYS": 512, "payload_bytes": 7168,
 }  # fmt: skip
 GRADIENT = {"GROUPS": 32, "GROUP_BINS": 32, "ROWS": 2, "COLUMNS": 2048, "hidden": 7168}
 LOGFMT = {"hidden": 7168, "CHUNK": 1024, "SENDS": 8, "META": 3}
@@ -91,6 +94,8 @@ KERNELS = {
     "plan": (plan_count, PLAN | {"LAYOUT": 1}, 16),
     "plan, ranks": (plan_count, PLAN | {"LAYOUT": 0, "TOKENS": 128, "BLOCKS": 32}, 16),
     "plan, slots": (plan_count, PLAN | {"LAYOUT": 2}, 16),
+    "place, experts": (place_rows, PLACES | {"COMPACT": False, "ROWS": 8}, 8),
+    "place, ranks": (place_rows, PLACES | {"COMPACT": True, "ROWS": 32, "SENDS": 2}, 8),
     "place, repeated": (address_rows, SIZES | {"PLACES": 4096, "payload_bytes": 7168}, 8),
     "place, slots": (rows_of_slots, {"K": 8, "SENDS": 8, "ENTRIES": 1024}, 8),
     "gradient": (gradient_rows, GRADIENT | {"WEIGHTED": True}, 8),
@@ -169,6 +174,7 @@ def test_cuda(compiled, tmp_path, name, target):
     assert stack <= {
         "plan": 48,
         "plan, slots": 40,
+        "push": 16,
         "send fp8, few SMs": 48,
         "send fp8 to experts, few SMs": 80,  # with Triton 3.6; 64 with 3.9
         "send fp8 to ranks, few SMs": 80,

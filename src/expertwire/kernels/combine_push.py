@@ -31,28 +31,44 @@ def rows_at_source(meta, row, mask, bases, SENDS: tl.constexpr, META: tl.constex
     return rank, base, token * SENDS + place
 
 
-@triton.jit(do_not_specialize=["group_rows", "rank"])
+@triton.jit
+def _next_rows(
+    meta, offset, first, count, bases, rank, ROWS: tl.constexpr, SENDS: tl.constexpr, META: tl.constexpr,
+    row_bytes: tl.constexpr, OWN: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows of a group from `first` on, and the address that each goes to, 0 = nowhere."""
+    index = first + tl.arange(0, ROWS)
+    row = offset.to(tl.int64) + index
+    to, base, at = rows_at_source(meta, row, index < count, bases, SENDS, META)
+    sends = (to >= 0) if OWN else (to >= 0) & (to != rank)
+    return row, tl.where(sends, base + at * row_bytes, 0)
+
+
+@triton.jit(do_not_specialize=["rank", "pieces"])
 def combine_push(
-    y, meta, lengths, offsets, counts, group_rows, bases, rank,
+    y, meta, lengths, offsets, counts, bases, rank, pieces,
     GROUPS: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr, units: tl.constexpr, SENDS: tl.constexpr,
     META: tl.constexpr, OWN: tl.constexpr,
 ):  # fmt: skip
     """y [rows, units] int32: the first lengths[g] rows of each group g, which begins at offsets[g], to `bases` [R] of
-    their ranks, the own ones too if OWN. Nothing, if the dispatch is VOID in `counts`. group_rows as in `copy_rows`."""
+    their ranks, the own ones too if OWN. Nothing, if the dispatch is VOID in `counts`.
+
+    A group is cut into `pieces`, whose rows alternate. Where the next rows go is loaded while these are moved.
+    """
     column = tl.arange(0, UNITS)[None, :]
-    per_group = tl.cdiv(group_rows, ROWS)
-    end = tl.where(tl.load(counts + VOID) == 0, GROUPS * per_group, 0)
+    end = tl.where(tl.load(counts + VOID) == 0, GROUPS * pieces, 0)
     for unit in range(tl.program_id(0), end, tl.num_programs(0)):
-        group = unit // per_group
+        group = unit // pieces
+        begin = unit % pieces * ROWS
         count = tl.load(lengths + group)
-        for first in range(unit % per_group * ROWS, count, per_group * ROWS):
-            index = first + tl.arange(0, ROWS)
-            row = tl.load(offsets + group).to(tl.int64) + index
-            to, base, at = rows_at_source(meta, row, index < count, bases, SENDS, META)
-            sends = to >= 0
-            if not OWN:
-                sends &= to != rank
-            mask = sends[:, None] & (column < units)
+        offset = tl.load(offsets + group)
+        next_row, next_out = _next_rows(meta, offset, begin, count, bases, rank, ROWS, SENDS, META, 4 * units, OWN)
+        for first in range(begin, count, pieces * ROWS):
+            row, out = next_row, next_out
+            next_row, next_out = _next_rows(
+                meta, offset, first + pieces * ROWS, count, bases, rank, ROWS, SENDS, META, 4 * units, OWN
+            )
+            mask = (out != 0)[:, None] & (column < units)
             values = tl.load(y + row[:, None] * units + column, mask=mask, other=0)
-            out = tl.multiple_of((base + at * (4 * units)).to(tl.pointer_type(tl.int32)), 16)
-            tl.store(out[:, None] + column, values, mask=mask)
+            target = tl.multiple_of(out.to(tl.pointer_type(tl.int32)), 16)
+            tl.store(target[:, None] + column, values, mask=mask)

@@ -12,6 +12,7 @@ one block per SM of the rank's budget, `num_sms`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import torch
 
@@ -39,6 +40,7 @@ from expertwire.kernels.tiles import (
 from expertwire.layouts.receive import Layout
 from expertwire.topology import Placement
 
+T = TypeVar("T")
 FUSED_COMPARISONS = 1 << 16  # TOKENS * SLOTS * SLOTS that one block of `dispatch_slots` may make
 
 
@@ -64,7 +66,7 @@ class DeviceEngine:
         self._one_warp = {"R": self.num_ranks, "RANKS": self._ranks, "num_warps": 1}
         self.planner = Planner(self.state, self.launch)
 
-    def _tiles(self, choose: Callable[[int], Tile], num_tokens: int) -> Iterable[Tile]:
+    def _tiles(self, choose: Callable[[int], T], num_tokens: int) -> Iterable[T]:
         """The tile for a launch; while compiling, those of all launches to come."""
         return all_tiles(choose, self.capacity) if self.launch.compiling else (choose(num_tokens),)
 
@@ -98,42 +100,52 @@ class DeviceEngine:
         self, x: torch.Tensor, sf: torch.Tensor | None, plan: Plan, step: Step, places: Places, *, receive: bool
     ) -> None:
         """Rows along a plan. `x` [T, width] bfloat16 or opaque units; `sf` for opaque rows."""
+        rows = places.rows
+        lines = max(pow2(ceil_div(rows.width, rows.block)), 4 if rows.fp8 and rows.ue8m0 else 1)
+        row_bytes, most_rows = lines * rows.block * rows.unit_bytes, min(MAX_ROWS, plan.tokens)
+
+        def choose(num_tokens: int) -> tuple[Tile, bool]:
+            """The tile, and whether a block sends several, so that it would find places again and again."""
+            tile = send_tile(num_tokens, row_bytes, lines, self.num_sms, most_rows, self.strict_sms, rows.fp8)
+            return tile, self.strict_sms and ceil_div(num_tokens, tile.rows) > self.num_sms
+
+        for tile, several in self._tiles(choose, x.shape[0]):
+            placed = self.planner.place(plan, step, places) if plan.unplaced and several else plan
+            self._send_tiles(tile, x, sf, placed, step, places, receive=receive)
+
+    def _send_tiles(
+        self, tile: Tile, x: torch.Tensor, sf: torch.Tensor | None, plan: Plan, step: Step, places: Places, *,
+        receive: bool,
+    ) -> None:  # fmt: skip
         state, bank, rows, num_tokens = self.state, self.state.banks[step.bank], places.rows, x.shape[0]
+        blocks = self.num_sms if self.strict_sms else 16 * self.num_sms
         compact, kind_of_routing = False, None
         routing: tuple[torch.Tensor | None, ...] = (None, None)
         if plan.unplaced and step.layout is Layout.COMPACT:
             compact, routing = True, (step.topk_idx, step.topk_weights)
             kind_of_routing = (step.topk_idx.dtype, step.topk_weights is None)
-        lines = max(pow2(ceil_div(rows.width, rows.block)), 4 if rows.fp8 and rows.ue8m0 else 1)
-        row_bytes, most_rows = lines * rows.block * rows.unit_bytes, min(MAX_ROWS, plan.tokens)
-        for tile in self._tiles(
-            lambda tokens: send_tile(tokens, row_bytes, lines, self.num_sms, most_rows, self.strict_sms, rows.fp8),
-            num_tokens,
-        ):
-            blocks = self.num_sms if self.strict_sms else 16 * self.num_sms
 
-            def rest(tile: Tile = tile) -> Rest:
-                tables = self.planner.tables(plan.tokens) if plan.unplaced else (None,) * 5
-                keys, indexes, block_counts, _, first_rows = tables
-                fixed = (
-                    keys, indexes, block_counts, first_rows, state.home, self.planner.addresses,
-                    places.bases[step.bank], bank.words, bank.epoch, bank.ticket, state.status, self.rank,
-                    places.region.sf, places.region.meta,
-                )  # fmt: skip
-                return fixed, {
-                    "R": self.num_ranks, "RANKS": self._ranks, "E": self.num_experts, "K": self.num_topk,
-                    "SLOTS": self._slots, "TOKENS": plan.tokens, "KEYS": pow2(plan.tokens * self.num_topk),
-                    "PLACE": plan.unplaced, "COMPACT": compact, "SENDS": step.sends_to.shape[1], "ROWS": tile.rows,
-                    "LINES": tile.columns, "BLOCK": rows.block, "width": rows.width, "unit_bytes": rows.unit_bytes,
-                    "sf_units": rows.sf_units, "SF_UNITS": pow2(rows.sf_units), "sf_unit_bytes": rows.sf_unit_bytes,
-                    "FP8": rows.fp8, "UE8M0": rows.ue8m0, "RECEIVE": receive, "num_warps": tile.warps,
-                }  # fmt: skip
-
-            self.launch(
-                dispatch_send, min(max(1, ceil_div(num_tokens, tile.rows)), blocks),
-                (places, step.bank, tile, plan, receive, kind_of_routing),
-                (x, sf, step.sends_to, *routing, step.counts, num_tokens, self.state.timeout_us), rest,
+        def rest() -> Rest:
+            tables = self.planner.tables(plan.tokens) if plan.unplaced else (None,) * 5
+            keys, indexes, block_counts, _, first_rows = tables
+            fixed = (
+                keys, indexes, block_counts, first_rows, state.home, self.planner.addresses, places.bases[step.bank],
+                bank.words, bank.epoch, bank.ticket, state.status, self.rank, places.region.sf, places.region.meta,
             )  # fmt: skip
+            return fixed, {
+                "R": self.num_ranks, "RANKS": self._ranks, "E": self.num_experts, "K": self.num_topk,
+                "SLOTS": self._slots, "TOKENS": plan.tokens, "KEYS": pow2(plan.tokens * self.num_topk),
+                "PLACE": plan.unplaced, "COMPACT": compact, "SENDS": step.sends_to.shape[1], "ROWS": tile.rows,
+                "LINES": tile.columns, "BLOCK": rows.block, "width": rows.width, "unit_bytes": rows.unit_bytes,
+                "sf_units": rows.sf_units, "SF_UNITS": pow2(rows.sf_units), "sf_unit_bytes": rows.sf_unit_bytes,
+                "FP8": rows.fp8, "UE8M0": rows.ue8m0, "RECEIVE": receive, "num_warps": tile.warps,
+            }  # fmt: skip
+
+        self.launch(
+            dispatch_send, min(max(1, ceil_div(num_tokens, tile.rows)), blocks),
+            (places, step.bank, tile, plan, receive, kind_of_routing),
+            (x, sf, step.sends_to, *routing, step.counts, num_tokens, state.timeout_us), rest,
+        )  # fmt: skip
 
     def _words(self, words: torch.Tensor, epoch: torch.Tensor) -> Rest:
         """What a kernel of one small block takes that waits."""
@@ -190,14 +202,16 @@ class DeviceEngine:
     def push(self, y: torch.Tensor, meta: torch.Tensor, step: Step, returned: Places, *, own: bool = False) -> None:
         """Rows y [rows, hidden] with routing `meta` to `returned` of the ranks that they came from; the own ones too,
         or not. Where peers cannot read y."""
-        (lengths, offsets), group_rows = self.state.filled(step), self.state.slot_room
-        units, many = self.hidden // 2, copied_together(self.hidden // 2)
-        num_places, groups = step.sends_to.shape[1], lengths.numel()
+        (lengths, offsets), num_places = self.state.filled(step), step.sends_to.shape[1]
+        units, many, groups = self.hidden // 2, copied_together(self.hidden // 2), lengths.numel()
+        pieces = max(1, min(ceil_div(4 * self.num_sms, max(1, groups)), ceil_div(self.state.slot_room, many)))
+        if groups == 1:
+            pieces = min(pieces, self.num_sms)
         self.launch(
-            combine_push, max(1, min(self.num_sms, groups * ceil_div(group_rows, many))),
+            combine_push, max(1, min(self.num_sms, groups * pieces)),
             (returned, step.bank, num_places, groups, own),
-            (y.view(torch.int32), meta, lengths, offsets, step.counts, group_rows),
-            lambda: ((returned.bases[step.bank], self.rank), {
+            (y.view(torch.int32), meta, lengths, offsets, step.counts),
+            lambda: ((returned.bases[step.bank], self.rank, pieces), {
                 "GROUPS": groups, "ROWS": many, "UNITS": pow2(units), "units": units, "SENDS": num_places,
                 "META": meta.shape[1], "OWN": own, "num_warps": max(4, min(32, pow2(many * units // 512))),
             }),

@@ -1,8 +1,9 @@
 """The second half of a plan: the row of every selection, its address, and its routing written at the destination.
 
 A selection's row is the first row of this rank there (from `plan`) + the rows of earlier blocks + the rows before it in
-its own block. For experts that last number comes from comparing keys, for ranks from `plan`. The block that is about to
-send some tokens does this for them. Where the first row is -1 nothing is sent: the step is void, or the rank is masked.
+its own block. For experts that last number comes from comparing keys, for ranks from `plan`. A block that is about to
+send some tokens does this for them, while their rows are being loaded; where few blocks send many tokens each, it is a
+launch of its own. Where the first row is -1 nothing is sent: the step is void, or the rank is masked.
 
 Outputs, for SENDS places a token (SENDS = K, or the number of ranks if COMPACT needs fewer), each listed once:
     sends_to [T, SENDS]     rank << 40 | row, -1 = nothing to send
@@ -120,6 +121,27 @@ def place_ranks(
     fields = (fields + K).to(tl.pointer_type(tl.float32), bitcast=True)
     tl.store(fields, tl.where(here, weights, 0.0), mask=mask)
     tl.debug_barrier()
+
+
+@triton.jit(do_not_specialize=["num_tokens", "rank", "meta_at"])
+def place_rows(
+    topk_idx, topk_weights, sends_to, num_tokens, keys, indexes, block_counts, first_rows, home, row_bases, addresses,
+    rank, meta_at,
+    R: tl.constexpr, E: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, SENDS: tl.constexpr, TOKENS: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, COMPACT: tl.constexpr, payload_bytes: tl.constexpr,
+):  # fmt: skip
+    """The launch of its own: ROWS tokens a block."""
+    first = tl.program_id(0) * ROWS
+    if COMPACT:
+        place_ranks(
+            topk_idx, topk_weights, keys, indexes, block_counts, first_rows, home, row_bases, sends_to, addresses,
+            first, num_tokens, rank, meta_at, R, E, K, SLOTS, SENDS, TOKENS, ROWS, payload_bytes,
+        )  # fmt: skip
+    else:
+        place_experts(
+            keys, block_counts, first_rows, home, row_bases, sends_to, addresses, first, num_tokens, rank, meta_at,
+            R, E, K, SLOTS, TOKENS, ROWS, KEYS, payload_bytes,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_slots"])

@@ -8,7 +8,7 @@ import torch
 
 from expertwire._math import ceil_div
 from expertwire.kernels.launch import Launcher, Rest
-from expertwire.kernels.place import address_rows, rows_of_slots
+from expertwire.kernels.place import address_rows, place_rows, rows_of_slots
 from expertwire.kernels.plan import COMPACT, EXPERT_MAJOR, EXPERT_SLOTS, plan_count
 from expertwire.kernels.state import DeviceState, Places, Step
 from expertwire.kernels.tiles import MAX_ROWS, pow2
@@ -78,6 +78,32 @@ class Planner:
             (ids, step.owners, step.counts, num_tokens, num_blocks, step.alignment, state.timeout_us), rest_of_count,
         )  # fmt: skip
         return Plan(tokens, unplaced=True)
+
+    def place(self, plan: Plan, step: Step, places: Places) -> Plan:
+        """Find the places of an unplaced plan in a launch of its own."""
+        state, (tokens, _), num_places = self.state, plan, step.sends_to.shape[1]
+        compact, keys_at_once = step.layout is Layout.COMPACT, pow2(tokens * self.state.num_topk)
+        at_once = 2048 // self._slots**2 if compact else 32768 // (self._slots * keys_at_once)
+        rows, num_tokens = max(1, min(tokens, at_once)), step.topk_idx.shape[0]
+        routing = (step.topk_idx, step.topk_weights) if compact else (None, None)
+
+        def rest() -> Rest:
+            keys, indexes, block_counts, _, first_rows = self.tables(tokens)
+            fixed = (
+                keys, indexes, block_counts, first_rows, state.home, places.bases[step.bank], self.addresses,
+                state.rank, places.region.meta,
+            )  # fmt: skip
+            return fixed, {
+                "R": state.num_ranks, "E": state.num_experts, "K": state.num_topk, "SLOTS": self._slots,
+                "SENDS": num_places, "TOKENS": tokens, "ROWS": rows, "KEYS": keys_at_once, "COMPACT": compact,
+                "payload_bytes": places.rows.payload_bytes, "num_warps": 8,
+            }  # fmt: skip
+
+        kind = (places, step.bank, compact and (step.topk_idx.dtype, step.topk_weights is None))
+        self.launch(
+            place_rows, max(1, ceil_div(num_tokens, rows)), kind, (*routing, step.sends_to, num_tokens), rest
+        )  # fmt: skip
+        return Plan()
 
     @property
     def addresses(self) -> torch.Tensor:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from expertwire._math import ceil_div
 
+T = TypeVar("T")
 MAX_ROWS = 4  # tokens that a block of `dispatch_send` takes at a time
 
 
@@ -28,7 +29,7 @@ def pow2(value: int) -> int:
     return 1 << (value - 1).bit_length() if value > 1 else 1
 
 
-def all_tiles(choose: Callable[[int], Tile], capacity: int) -> set[Tile]:
+def all_tiles(choose: Callable[[int], T], capacity: int) -> set[T]:
     return {choose(num_tokens) for num_tokens in range(capacity + 1)}
 
 
