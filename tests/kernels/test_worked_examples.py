@@ -105,7 +105,7 @@ def push_example(group):
         memory = torch.zeros(2, 8, 4, dtype=torch.int32)
         combine_push[(2,)](
             y, meta, ints(3), ints(0), ints(0, 0), ints(*(part.data_ptr() for part in memory), dtype=torch.int64), 0, 2,
-            GROUPS=1, ROWS=1, UNITS=4, units=4, SENDS=2, META=3, OWN=own,
+            torch.empty(2, 2, dtype=torch.int64), GROUPS=1, CHUNK=2, ROWS=1, UNITS=4, units=4, SENDS=2, META=3, OWN=own,
         )  # fmt: skip
         found.append({(rank, row): memory[rank, row].tolist() for rank, row in memory.any(2).nonzero().tolist()})
     return found

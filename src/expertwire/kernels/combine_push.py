@@ -24,51 +24,43 @@ def rows_at_source(meta, row, mask, bases, SENDS: tl.constexpr, META: tl.constex
     rank -1 where not `mask`, and for rows of masked ranks."""
     source = meta + row.to(tl.int64) * META
     rank = tl.load(source, mask=mask, other=-1)
-    mask &= rank >= 0
     token = tl.load(source + 1, mask=mask, other=0).to(tl.int64)
     place = tl.load(source + 2, mask=mask, other=0)
-    base = tl.load(bases + tl.maximum(rank, 0), mask=mask, other=0)
+    base = tl.load(bases + tl.maximum(rank, 0))
     return rank, base, token * SENDS + place
-
-
-@triton.jit
-def _next_rows(
-    meta, offset, first, count, bases, rank, ROWS: tl.constexpr, SENDS: tl.constexpr, META: tl.constexpr,
-    row_bytes: tl.constexpr, OWN: tl.constexpr,
-):  # fmt: skip
-    """ROWS rows of a group from `first` on, and the address that each goes to, 0 = nowhere."""
-    index = first + tl.arange(0, ROWS)
-    row = offset.to(tl.int64) + index
-    to, base, at = rows_at_source(meta, row, index < count, bases, SENDS, META)
-    sends = (to >= 0) if OWN else (to >= 0) & (to != rank)
-    return row, tl.where(sends, base + at * row_bytes, 0)
 
 
 @triton.jit(do_not_specialize=["rank", "pieces"])
 def combine_push(
-    y, meta, lengths, offsets, counts, bases, rank, pieces,
-    GROUPS: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr, units: tl.constexpr, SENDS: tl.constexpr,
-    META: tl.constexpr, OWN: tl.constexpr,
+    output, meta, lengths, offsets, counts, bases, rank, pieces, targets,
+    GROUPS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr, units: tl.constexpr,
+    SENDS: tl.constexpr, META: tl.constexpr, OWN: tl.constexpr,
 ):  # fmt: skip
-    """y [rows, units] int32: the first lengths[g] rows of each group g, which begins at offsets[g], to `bases` [R] of
-    their ranks, the own ones too if OWN. Nothing, if the dispatch is VOID in `counts`.
+    """output [rows, units] int32: the first lengths[g] rows of each group g, which begins at offsets[g], to `bases` [R]
+    of their ranks, the own ones too if OWN. Nothing, if the dispatch is VOID in `counts`.
 
-    A group is cut into `pieces`, whose rows alternate. Where the next rows go is loaded while these are moved.
+    A group is cut into `pieces`, whose chunks of CHUNK rows alternate. A block first finds where the rows of a chunk
+    go, in its part of targets [blocks, CHUNK], and then moves ROWS at a time: rows wait for one more load, not for
+    their routing and what follows from that.
     """
     column = tl.arange(0, UNITS)[None, :]
+    mine = targets + tl.program_id(0) * CHUNK
     end = tl.where(tl.load(counts + VOID) == 0, GROUPS * pieces, 0)
     for unit in range(tl.program_id(0), end, tl.num_programs(0)):
         group = unit // pieces
-        begin = unit % pieces * ROWS
         count = tl.load(lengths + group)
-        offset = tl.load(offsets + group)
-        next_row, next_out = _next_rows(meta, offset, begin, count, bases, rank, ROWS, SENDS, META, 4 * units, OWN)
-        for first in range(begin, count, pieces * ROWS):
-            row, out = next_row, next_out
-            next_row, next_out = _next_rows(
-                meta, offset, first + pieces * ROWS, count, bases, rank, ROWS, SENDS, META, 4 * units, OWN
-            )
-            mask = (out != 0)[:, None] & (column < units)
-            values = tl.load(y + row[:, None] * units + column, mask=mask, other=0)
-            target = tl.multiple_of(out.to(tl.pointer_type(tl.int32)), 16)
-            tl.store(target[:, None] + column, values, mask=mask)
+        begin = tl.load(offsets + group).to(tl.int64)
+        for first in range(unit % pieces * CHUNK, count, pieces * CHUNK):
+            index = first + tl.arange(0, CHUNK)
+            to, base, at = rows_at_source(meta, begin + index, index < count, bases, SENDS, META)
+            sends = (to >= 0) if OWN else (to >= 0) & (to != rank)
+            tl.store(mine + tl.arange(0, CHUNK), tl.where(sends, base + at * (4 * units), 0))
+            tl.debug_barrier()
+            for tile in range(0, tl.minimum(CHUNK, count - first), ROWS):
+                nth = tile + tl.arange(0, ROWS)
+                target = tl.load(mine + nth)
+                mask = (target != 0)[:, None] & (column < units)
+                values = tl.load(output + (begin + first + nth)[:, None] * units + column, mask=mask, other=0)
+                target = tl.multiple_of(target.to(tl.pointer_type(tl.int32)), 16)
+                tl.store(target[:, None] + column, values, mask=mask)
+            tl.debug_barrier()

@@ -32,8 +32,9 @@ from expertwire.kernels.tiles import (
     Tile,
     all_tiles,
     combine_tile,
-    copied_together,
     pow2,
+    push_tile,
+    rows_together,
     send_tile,
     slots_tile,
 )
@@ -180,7 +181,7 @@ class DeviceEngine:
         unit = torch.int32 if source.shape[1] % 4 == 0 else torch.uint8
         source, out = source.view(unit), out.view(unit)
         units, groups = source.shape[1], lengths.numel()
-        many = copied_together(units)
+        many = rows_together(units)
         grid = min(self.num_sms, groups * ceil_div(group_rows, many))
         self.launch(
             copy_rows, max(grid, 1), (unit, units, groups), (source, out, lengths, offsets, group_rows),
@@ -202,19 +203,22 @@ class DeviceEngine:
     def push(self, y: torch.Tensor, meta: torch.Tensor, step: Step, returned: Places, *, own: bool = False) -> None:
         """Rows y [rows, hidden] with routing `meta` to `returned` of the ranks that they came from; the own ones too,
         or not. Where peers cannot read y."""
-        (lengths, offsets), num_places = self.state.filled(step), step.sends_to.shape[1]
-        units, many, groups = self.hidden // 2, copied_together(self.hidden // 2), lengths.numel()
-        pieces = max(1, min(ceil_div(4 * self.num_sms, max(1, groups)), ceil_div(self.state.slot_room, many)))
-        if groups == 1:
-            pieces = min(pieces, self.num_sms)
+        state, (lengths, offsets), num_places = self.state, self.state.filled(step), step.sends_to.shape[1]
+        units, groups = self.hidden // 2, lengths.numel()
+        tile = push_tile(units, self.strict_sms)
+        grid = self.num_sms * (1 if self.strict_sms else 16)
+        pieces = grid if groups <= 1 else min(ceil_div(2 * grid, groups), ceil_div(state.slot_room, tile.columns))
+
+        def rest() -> Rest:
+            targets = state.scratch(f"targets {step.bank}", torch.int64, grid * tile.columns)
+            return (returned.bases[step.bank], self.rank, pieces, targets), {
+                "GROUPS": groups, "CHUNK": tile.columns, "ROWS": tile.rows, "UNITS": pow2(units), "units": units,
+                "SENDS": num_places, "META": meta.shape[1], "OWN": own, "num_warps": tile.warps,
+            }  # fmt: skip
+
         self.launch(
-            combine_push, max(1, min(self.num_sms, groups * pieces)),
-            (returned, step.bank, num_places, groups, own),
-            (y.view(torch.int32), meta, lengths, offsets, step.counts),
-            lambda: ((returned.bases[step.bank], self.rank, pieces), {
-                "GROUPS": groups, "ROWS": many, "UNITS": pow2(units), "units": units, "SENDS": num_places,
-                "META": meta.shape[1], "OWN": own, "num_warps": max(4, min(32, pow2(many * units // 512))),
-            }),
+            combine_push, max(1, min(grid, groups * pieces)), (returned, step.bank, num_places, groups, own),
+            (y.view(torch.int32), meta, lengths, offsets, step.counts), rest,
         )  # fmt: skip
 
     def combine_ready(
