@@ -52,7 +52,7 @@ def test_one_rank(processes):
 
 
 def other_kinds_of_memory(group):
-    """Rows on their way back, experts' output and values are NaN at first, which nobody reads. Received rows are again."""
+    """Rows on their way back, experts' output and values are NaN at first, received rows when they were given back."""
     buf = interpreted_buffer(group, debug_poison=True)
     check_rank(buf, MAJOR, BF16(), steps=1, deferred=True, zero_copy=True, back_wire=LogFMT10())
     check_gradients(buf, MAJOR, steps=1)
