@@ -118,7 +118,7 @@ class Buffer:
             _check.choice("combine_input", combine_input, ("apart", *(["over_rows"] if on_device else [])))
             _check.choice("engine", engine, ENGINES)
             _check.timeout(timeout_s)
-            _device_options(device, engine, debug_poison, num_sms)
+            _device_options(device, engine, num_sms)
             experts = placement or Placement.contiguous(num_experts, ranks.num_ranks)
             _check.placement(experts, num_experts, ranks.num_ranks)
             return Settings(
@@ -142,7 +142,7 @@ class Buffer:
         self._dispatch: Any
         self._combine: Any
         if device != "cpu":
-            self._on_device(ranks, timeout_s, validate=validate, num_sms=num_sms)
+            self._on_device(ranks, timeout_s, validate=validate, num_sms=num_sms, debug_poison=debug_poison)
             return
         self._engine = host_engine(
             ranks,
@@ -161,8 +161,8 @@ class Buffer:
         self._dispatch, self._combine = Dispatcher(context), Combiner(context)
 
     def _on_device(
-        self, ranks: Bootstrap, timeout_s: float | None, *, validate: bool, num_sms: int | None
-    ) -> None:  # fmt: skip
+        self, ranks: Bootstrap, timeout_s: float | None, *, validate: bool, num_sms: int | None, debug_poison: bool
+    ) -> None:
         """The same parts for a GPU; what they are called here is what they answer to on the CPU."""
         from expertwire.device_calls import rehearse
 
@@ -171,7 +171,7 @@ class Buffer:
             ranks, s.transport, s.device, s.placement, capacity=s.num_max_tokens_per_rank, hidden=s.hidden,
             num_topk=s.num_topk, num_banks=s.max_in_flight, timeout_s=timeout_s,
             mask_peers=s.on_timeout != "raise", end_late=s.on_timeout == "end", num_sms=num_sms,
-            over_rows=s.combine_input == "over_rows",
+            over_rows=s.combine_input == "over_rows", debug_poison=debug_poison,
         )  # fmt: skip
         rehearse(runtime.engine.state.device)
         ranks.all_gather(None)
@@ -366,7 +366,8 @@ class Buffer:
         On GPUs rows land where the caller sees them, so memory is taken for the kinds of rows that are dispatched, when
         they first are: this is the size for one kind, with experts spread evenly. Copies of it are the caller's. With
         more than one rank it counts the rows that come back for combine, which ranks of a World only have once a
-        combine was deferred; with `combine_input` also the memory of that method.
+        combine was deferred; with `combine_input` also the memory of that method. `debug_poison` takes 256 bytes more
+        for each piece of memory: the window, and each kind of rows in each bank.
 
         >>> Buffer.size_hint(num_ranks=8, hidden=7168, num_topk=8, num_max_tokens_per_rank=128)
         103454912
@@ -456,7 +457,7 @@ class _OnDevice:
     runtime: Any
 
 
-def _device_options(device: str, engine: str, debug_poison: bool, num_sms: int | None) -> None:
+def _device_options(device: str, engine: str, num_sms: int | None) -> None:
     """Raise for what this device does not offer."""
     reason = device_unavailable(device)
     if reason:
@@ -473,5 +474,3 @@ def _device_options(device: str, engine: str, debug_poison: bool, num_sms: int |
             "a buffer cannot be created while a graph is captured, since its memory is shared and zeroed at once; "
             "create it before"
         )
-    if on_device and debug_poison:
-        raise TransportUnavailable("debug_poison is not offered on a GPU; use device='cpu'")

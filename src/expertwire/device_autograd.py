@@ -149,7 +149,7 @@ class DeviceGradients:
             found = sent.payload(step.bank).view(torch.float32)[: arrived.num_rows]
             came = torch.where(torch.arange(len(found), device=found.device)[:, None] < step.num_rows, found, 0.0)
         if not rehearsing:
-            engine.give_back(step.bank)
+            engine.give_back(step.bank, places)
             self._steps.dispatches.end(epoch)
         return out, came
 

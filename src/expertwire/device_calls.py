@@ -21,6 +21,7 @@ from expertwire.formats import BF16, FP8Block, WireFormat
 from expertwire.formats.fp8 import column_major
 from expertwire.handle import Dispatched, Handle
 from expertwire.kernels.engine import DeviceEngine, Places, Rows, Step
+from expertwire.kernels.poison import poison
 from expertwire.kernels.runtime import DeviceRuntime
 from expertwire.layouts.device_window import SOURCE_WORDS
 from expertwire.layouts.receive import Layout
@@ -111,7 +112,7 @@ class DeviceDispatcher:
                 engine.await_rows(step)
             known = steps.counts(step) if exact else None
             if known is not None and engine.num_ranks > 1 and known[-1]:
-                self._finish(epoch, bank)
+                self._finish(epoch, bank, places)
                 handle.finished = handle.finished or not cached
                 step.void.zero_()
                 raise steps.void(bank)
@@ -121,9 +122,9 @@ class DeviceDispatcher:
                 meta, borrowed = _first(places.meta(bank), num_rows), zero_copy and not self._state.pushes
                 meta = meta if borrowed else meta.clone()
             if zero_copy:
-                handle._on_finish = lambda: self._finish(epoch, bank)
+                handle._on_finish = lambda: self._finish(epoch, bank, places)
             else:
-                self._finish(epoch, bank)
+                self._finish(epoch, bank, places)
             if not cached:
                 held = epoch if zero_copy else None
                 handle._arrived = Arrived(step, num_rows, exact, held, meta, places, borrowed, masked, restarts)
@@ -140,9 +141,9 @@ class DeviceDispatcher:
         later = Later(self._state.device) if defer_receive else None
         return record(Dispatched, complete, defer_receive, handle=handle, _later=later)
 
-    def _finish(self, epoch: int, bank: int) -> None:
+    def _finish(self, epoch: int, bank: int, places: Places) -> None:
         """Peers may write this bank again."""
-        self._engine.give_back(bank)
+        self._engine.give_back(bank, places)
         self._steps.dispatches.end(epoch)
 
     def _is_fused(self, step: Step, rows: Rows, cached: bool) -> bool:
@@ -262,6 +263,8 @@ class DeviceDispatcher:
     def _copy(self, step: Step, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The rows in use, in memory of the caller's."""
         out = self._state.empty(dtype, source.shape[0], source.shape[1] // dtype.itemsize)
+        if self._state.debug_poison:
+            poison(out)
         copy_used_rows(self._engine, source, out, step)
         return out
 
@@ -342,6 +345,7 @@ def rehearse(device: torch.device) -> None:
     torch.where((row < counts[:1])[:, None], meta.view(torch.float32), 0.0)
     for ids in (row, counts):
         torch.stack(torch.aminmax(ids)).clamp(-(1 << 31), (1 << 31) - 1).to(torch.int32)
+    poison(torch.empty_like(meta))
     FP8Block(decode=True).decode_bfloat16(
         meta.view(torch.float8_e4m3fn), torch.zeros(8, 1, device=device), meta.shape[1] * meta.element_size()
     )

@@ -70,7 +70,8 @@ class DeviceCombiner:
             values = None if topk_weights is None else plain(topk_weights)
             addends = tuple(map(plain, biases))
             out = self._state.empty(torch.bfloat16, handle.num_tokens, self._settings.hidden)
-            held = arrived.held_epoch if not handle.finished else None
+            # The dispatch that the kernel gives back. With poison its rows are overwritten before: `release` does both.
+            held = None if handle.finished or self._state.debug_poison else arrived.held_epoch
             late = defer_receive and several
             encoded = isinstance(wire, LogFMT10)
             pushed = encoded or late or self._state.pushes

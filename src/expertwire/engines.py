@@ -79,7 +79,7 @@ def device_transport_name(requested: str, group: Bootstrap) -> str:
 def device_runtime(
     group: Bootstrap, transport: str, device: str, placement: Placement, *, capacity: int, hidden: int, num_topk: int,
     num_banks: int, timeout_s: float | None, mask_peers: bool, end_late: bool,
-    num_sms: int | None, over_rows: bool,
+    num_sms: int | None, over_rows: bool, debug_poison: bool,
 ) -> DeviceRuntime:  # fmt: skip
     """Windows on the GPUs of all ranks, and the kernels that work on them. Collective."""
     from expertwire.kernels.engine import DeviceEngine
@@ -103,7 +103,7 @@ def device_runtime(
     engine = DeviceEngine(
         memory, placement, capacity=capacity, hidden=hidden, num_topk=num_topk, num_banks=num_banks, timeout_us=1,
         num_sms=num_sms or max(1, seat.num_sms // beside), strict_sms=num_sms is not None,
-        over_rows=over_rows,
+        over_rows=over_rows, debug_poison=debug_poison,
     )  # fmt: skip
     sharing = len({other.uuid for other in seats}) < len(seats)
     runtime = DeviceRuntime(

@@ -1,5 +1,6 @@
 """One rank's calls on a device, compared with the oracle; `buf` is a Buffer, or looks like one."""
 
+import pytest
 import torch
 
 import expertwire as ew
@@ -74,6 +75,51 @@ def check_rank(
         again = buf.dispatch(xs[rank].to(device), handle=sent.handle, wire=wire)
         arrive(device)
         same_dispatch(again, mine, layout, step)
+
+
+def check_poison(buf, layout, wire, *, counts, zero_copy, alignment=1):
+    """Of a buffer with debug_poison: rows that hold nothing are NaN, and so is all that was given back."""
+    device = buf.settings.device
+    for step, finish in enumerate((lambda sent: buf.combine(y, sent.handle), lambda sent: sent.handle.release())):
+        x, ids, weights = (part[buf.rank].to(device) for part in data(buf.num_ranks, step))
+        sent = buf.dispatch(
+            x, ids, weights, layout=layout, wire=wire, counts=counts, zero_copy=zero_copy, expert_alignment=alignment
+        )  # fmt: skip
+        y = torch.zeros(*sent.x.shape[:-1], HIDDEN, dtype=torch.bfloat16, device=device)
+        arrive(device)
+        used = (sent.topk_idx >= 0).any(1) if layout is COMPACT else (sent.row_source[..., 0] >= 0).flatten()
+        arrive(device)
+        used = used.cpu()
+        assert (~used).any() or (counts == "host" and layout is not SLOTS)
+        bad = sent.x.cpu().flatten(0, -2).float().isnan()
+        assert not bad[used].any()
+        assert bad[~used].all()
+        if sent.sf is not None:
+            bad = (sent.sf.cpu().flatten(0, -2).view(torch.uint8) == 0xFF).all(1)
+            assert not bad[used].any()
+            assert bad[~used].all()
+        finish(sent)
+        arrive(device)
+        views = zero_copy and sent.x.data_ptr() in [p.payload(b).data_ptr() for p, b in memory_of(buf)]
+        assert views == (zero_copy and not getattr(wire, "decode", False))
+        assert sent.x.cpu().flatten(0, -2).float()[used].isnan().all() == views
+    arrive(device)
+
+
+def check_guards(buf):
+    """A write behind a region is found at close. Closes the buffer."""
+    runtime = buf._engine.runtime
+    assert runtime.broken_guards() == []
+    places, bank = memory_of(buf)[-1]
+    own = places._own[bank]
+    own.as_strided((1,), (1,), own.numel()).zero_()
+    with pytest.raises(ew.ExpertWireError, match=rf"rank {buf.rank}: window guards at byte offsets \[\d+\]"):
+        buf.close()
+
+
+def memory_of(buf):
+    """(places, bank) in the order in which memory was taken."""
+    return [(p, bank) for p in buf._steps.engine.state._places.values() for bank in range(buf.settings.max_in_flight)]
 
 
 def output_of_experts(sent, y):

@@ -12,7 +12,7 @@ from expertwire.transports.shm import Shm
 from expertwire.world import bootstrap
 
 
-def interpreted_buffer(group, placement=None, on_timeout="raise", over_rows=False):
+def interpreted_buffer(group, placement=None, on_timeout="raise", over_rows=False, debug_poison=False):
     """What `Buffer` makes of device="cuda", but for the memory."""
     use_interpreter()
     from expertwire.kernels.engine import DeviceEngine
@@ -31,6 +31,7 @@ def interpreted_buffer(group, placement=None, on_timeout="raise", over_rows=Fals
         num_sms=4,
         timeout_us=1,
         over_rows=over_rows,
+        debug_poison=debug_poison,
     )
     meeting = Meeting(Shm(bootstrap(group), MEETING_BYTES, MEETING_BYTES)) if memory.num_ranks > 1 else None
     buf = object.__new__(Buffer)

@@ -137,17 +137,19 @@ def test_memory_is_new_and_its_addresses_are_everybodys(monkeypatch):
         return made[-1]
 
     def rendezvous(tensor, group):
-        met.append((tensor, group, int(tensor.sum())))
+        met.append((tensor.data_ptr(), tensor.numel(), group, int(tensor.sum())))
         return SimpleNamespace(buffer_ptrs=[tensor.data_ptr(), 4096])
 
     monkeypatch.setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     monkeypatch.setattr("torch.distributed._symmetric_memory.rendezvous", rendezvous)
     monkeypatch.setattr("torch._C._distributed_c10d._SymmetricMemory", SimpleNamespace(empty_strided_p2p=empty))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
-    memory = SymmMem(SimpleNamespace(rank=0, num_ranks=2, process_group="group"), torch.device("cuda", 0))
+    group = SimpleNamespace(rank=0, num_ranks=2, process_group="group", all_gather=lambda size: [size, size + 32])
+    memory = SymmMem(group, torch.device("cuda", 0))
     own, addresses = memory.allocate(64)
+    assert own.numel() == 64
     assert addresses == [own.data_ptr(), 4096]
-    assert met == [(own, "group", 0)]  # zeroed before peers see it
+    assert met == [(own.data_ptr(), 96, "group", 0)]  # zeroed before peers see it; as much as the peer takes
     assert len(memory._kept) == 1
     memory.close()
     assert memory._kept == []

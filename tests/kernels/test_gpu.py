@@ -7,7 +7,7 @@ from functools import partial
 import on_gpu
 import pytest
 import torch
-from device_checks import CAPACITY, COMPACT, EXPERTS, HIDDEN, MAJOR, SLOTS, TOPK, check_rank
+from device_checks import CAPACITY, COMPACT, EXPERTS, HIDDEN, MAJOR, SLOTS, TOPK, check_guards, check_poison, check_rank
 
 import expertwire as ew
 from expertwire import reference
@@ -53,6 +53,58 @@ def test_kinds_of_calls(layout, options):
             check_rank(buf, layout, FP8Block(), repeats=True, **options)
 
     ew.World(2, device="cuda").run(rank_work)
+
+
+@pytest.mark.parametrize("layout", [SLOTS, MAJOR, COMPACT], ids=str)
+@pytest.mark.parametrize("wire", [BF16(), FP8Block(), FP8Block(decode=True)], ids=["bf16", "fp8", "decode"])
+def test_poison(layout, wire):
+    """One rank has it, and then both."""
+
+    def rank_work(rank, whole):
+        buf = buffer(rank, debug_poison=whole or rank.rank == 0)
+        for zero_copy, counts in itertools.product((False, True), ("host", "device")):
+            options = {"zero_copy": zero_copy, "counts": counts, "alignment": 4 if layout is MAJOR else 1}
+            if whole:
+                check_poison(buf, layout, wire, **options)
+            check_rank(buf, layout, wire, **options)
+        check_rank(buf, layout, wire, deferred=True, zero_copy=True)
+        rank.barrier()
+        if whole:
+            check_guards(buf)
+        buf.close()
+
+    for whole in (False, True):
+        ew.World(2, device="cuda").run(partial(rank_work, whole=whole))
+
+
+def test_poison_in_a_graph():
+    """Rows of a batch before are NaN in a replay, too."""
+
+    def rank_work(rank):
+        with buffer(rank, max_in_flight=1, debug_poison=True) as buf:
+            x = random_rows(rank.rank, 20, HIDDEN).cuda()
+            ids = torch.zeros(20, TOPK, dtype=torch.int64, device="cuda")
+
+            def step():
+                sent = buf.dispatch(x, ids, layout=SLOTS, counts="device", zero_copy=True)
+                rows = sent.x.clone()
+                return sent.x, rows, buf.combine(rows, sent.handle).x
+
+            step()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                view, rows, out = step()
+            for expert in (1, 0, 2):
+                ids.fill_(-1)[:, 0] = expert
+                graph.replay()
+                torch.cuda.current_stream().synchronize()
+                assert_equal(out.cpu(), x.cpu())
+                assert_equal(rows[expert, :20].cpu(), x.cpu())
+                assert rows[expert, 20:].cpu().isnan().all()
+                assert rows[:expert].cpu().isnan().all()
+                assert view.cpu().isnan().all()
+
+    ew.World(1, device="cuda").run(rank_work)
 
 
 def test_uneven_placement():
@@ -254,7 +306,6 @@ def test_processes_share_a_gpu(num_ranks):
 def test_what_is_not_offered_says_so():
     def rank_work(rank):
         for options in (
-            {"debug_poison": True},
             {"transport": "symm_mem"},
             {"transport": "nvshmem"},
         ):

@@ -50,11 +50,11 @@ class DeviceEngine:
 
     def __init__(
         self, memory: DeviceMemory, placement: Placement, *, capacity: int, hidden: int, num_topk: int, num_banks: int,
-        num_sms: int, timeout_us: int, strict_sms: bool = False, over_rows: bool = False,
+        num_sms: int, timeout_us: int, strict_sms: bool = False, over_rows: bool = False, debug_poison: bool = False,
     ) -> None:  # fmt: skip
         self.state = DeviceState(
             memory, placement, capacity=capacity, hidden=hidden, num_topk=num_topk, num_banks=num_banks,
-            timeout_us=timeout_us, over_rows=over_rows,
+            timeout_us=timeout_us, over_rows=over_rows, debug_poison=debug_poison,
         )  # fmt: skip
         self.rank, self.num_ranks, self.num_experts = memory.rank, memory.num_ranks, placement.num_experts
         self.capacity, self.hidden, self.num_topk = capacity, hidden, num_topk
@@ -168,8 +168,10 @@ class DeviceEngine:
             export_values, 1, (size,), (values, out), lambda: ((), {"size": size, "SIZE": pow2(size), "num_warps": 4})
         )
 
-    def give_back(self, bank: int) -> None:
-        """The bank's rows have been read: peers may write there again."""
+    def give_back(self, bank: int, places: Places | None = None) -> None:
+        """The bank's rows, in `places`, have been read: peers may write there again."""
+        if self.state.debug_poison and places is not None:
+            places.poison(bank)
         if self.num_ranks > 1:
             found = self.state.banks[bank]
             self.launch(give_back, 1, (bank,), (), lambda: ((found.words, found.epoch, self.rank), self._one_warp))

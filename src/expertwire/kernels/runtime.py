@@ -12,6 +12,7 @@ from expertwire.errors import MissedSignal, PeerLost, PeerRefused, PeerTimeout, 
 from expertwire.kernels.engine import DeviceEngine
 from expertwire.kernels.masking import newest_step, restart
 from expertwire.kernels.meeting import Meeting
+from expertwire.kernels.poison import broken_guards
 from expertwire.kernels.state import DeviceMemory
 from expertwire.protocols.epoch_signal import unpack
 
@@ -224,8 +225,12 @@ class DeviceRuntime:
         raise error(self.engine.rank, phase, missed, waited / 1e9, hint)
 
     def broken_guards(self) -> list[int]:
-        """Device windows have no guards."""
-        return []
+        """Byte offsets of guards that somebody wrote to, in all memory in the order in which it was taken (with
+        debug_poison only). Waits for the device."""
+        if not self.engine.state.debug_poison:
+            return []
+        self._drain()
+        return broken_guards(self.engine.state.pieces)
 
     def close(self) -> None:
         """Forget the windows, once this rank's kernels are done with them."""

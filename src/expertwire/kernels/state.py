@@ -11,6 +11,7 @@ import torch
 
 from expertwire.errors import GroupMismatch, TransportUnavailable
 from expertwire.formats import BF16, FP8Block, LogFMT10
+from expertwire.kernels.poison import GUARD_BYTES, guard, poison
 from expertwire.layouts.device_window import DeviceWindow, RowRegion, num_places, row_region
 from expertwire.layouts.receive import Layout
 from expertwire.layouts.step_counts import NUM_ROWS, REFUSED, VOID, StepCounts
@@ -123,6 +124,10 @@ class Places:
         """Room for the experts' output, uint8 [num_rows, output_bytes], over the rows."""
         return self._part(self._own[bank], 0, self.region.output_bytes)
 
+    def poison(self, bank: int) -> None:
+        """Overwrite the rows of one bank with NaN. Their routing stays, which kernels follow."""
+        poison(self._own[bank][: self.region.meta])
+
 
 @dataclass
 class Step:
@@ -176,10 +181,13 @@ class DeviceState:
 
     def __init__(
         self, memory: DeviceMemory, placement: Placement, *, capacity: int, hidden: int, num_topk: int, num_banks: int,
-        timeout_us: int, over_rows: bool = False,
+        timeout_us: int, over_rows: bool = False, debug_poison: bool = False,
     ) -> None:  # fmt: skip
-        """`over_rows`: memory for received rows has room for the experts' output, which peers read there."""
+        """`over_rows`: memory for received rows has room for the experts' output, which peers read there.
+        `debug_poison`, which is each rank's own choice: see `poison`."""
         self.memory, self.device, self.over_rows = memory, memory.device, over_rows
+        self.debug_poison = debug_poison
+        self.pieces: list[torch.Tensor] = []  # of memory, with their guards
         self.rank, self.num_ranks = memory.rank, memory.num_ranks
         self.pushes = memory.num_ranks > 1 and not memory.any_address  # rows of combine, which peers may not read
         self.capacity, self.hidden, self.num_topk, self.num_banks = capacity, hidden, num_topk, num_banks
@@ -188,7 +196,7 @@ class DeviceState:
         self.num_local_experts, self.most_local_experts = per_rank[self.rank], max(per_rank)
         self.parts = StepCounts(self.num_ranks, self.num_local_experts)
         self.window = DeviceWindow(self.num_ranks, self.num_experts, num_banks)
-        self.own, addresses = memory.allocate(self.window.total_bytes)
+        self.own, addresses = self._allocate(self.window.total_bytes)
         on_cuda = self.device.type == "cuda"
         # [bank, lane (dispatch, combine), peer]: the last step of the bank that the peer refused, told by kernels.
         self.refusals = torch.zeros(num_banks, 2, self.num_ranks, dtype=torch.int64, pin_memory=on_cuda)
@@ -240,6 +248,18 @@ class DeviceState:
         if (name, size) not in self._scratch:
             self._scratch[name, size] = self.empty(dtype, size)
         return self._scratch[name, size]
+
+    def _allocate(self, num_bytes: int, num_row_bytes: int = 0) -> tuple[torch.Tensor, list[int]]:
+        """`DeviceMemory.allocate`; with debug_poison rows, whose bytes come first, are NaN, and a guard follows."""
+        if not self.debug_poison:
+            return self.memory.allocate(num_bytes)
+        own, addresses = self.memory.allocate(num_bytes + GUARD_BYTES)
+        poison(own[:num_row_bytes])
+        guard(own)
+        self.pieces.append(own)
+        if self.device.type == "cuda":  # peers write here as soon as all have met
+            torch.cuda.current_stream(self.device).synchronize()
+        return own[:num_bytes], addresses
 
     def region(self, layout: Layout, rows: Rows, alignment: int) -> RowRegion:
         """The same on all ranks, also where experts are spread unevenly."""
@@ -338,7 +358,7 @@ class DeviceState:
                 )
             self.meet("memory", key[0])
             region = make_region()
-            made = [self.memory.allocate(region.total_bytes) for _ in range(self.num_banks)]
+            made = [self._allocate(region.total_bytes, region.meta) for _ in range(self.num_banks)]
             from_all = self.memory.all_gather([addresses for _, addresses in made])
             self._places[key] = Places(
                 rows, region, [own for own, _ in made], [self.int64(addresses) for _, addresses in made],
@@ -351,7 +371,7 @@ class DeviceState:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of this rank that peers can address, so far."""
+        """Bytes of this rank that peers can address, so far, without guards."""
         regions = sum(places.region.total_bytes * self.num_banks for places in self._places.values())
         return self.window.total_bytes + regions
 

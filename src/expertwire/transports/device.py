@@ -109,11 +109,13 @@ class SymmMem(_SharedDevice):
         from torch._C._distributed_c10d import _SymmetricMemory
         from torch.distributed import _symmetric_memory
 
+        # torch wants as much of all ranks, of which some may have guards behind.
+        most = max(size or 0 for size in self.all_gather(num_bytes))
         # Not `_symmetric_memory.empty`, which takes blocks from a pool: a rank that is given a block of a buffer it has
         # closed does not meet peers that get a new one.
-        own = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, self.device)
+        own = _SymmetricMemory.empty_strided_p2p((most,), (1,), torch.uint8, self.device)
         own.zero_()
         torch.cuda.current_stream(self.device).synchronize()
         shared = _symmetric_memory.rendezvous(own, self._process_group)  # ends when everybody has mapped
         self._kept.append((own, shared))
-        return own, [int(address) for address in shared.buffer_ptrs]
+        return own[:num_bytes], [int(address) for address in shared.buffer_ptrs]
