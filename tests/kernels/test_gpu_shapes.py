@@ -1,7 +1,5 @@
 """Shapes at the ends of what `Buffer` takes, and between: on a GPU, bit for bit against the oracle."""
 
-import os
-
 import on_gpu
 import pytest
 from device_checks import COMPACT, MAJOR, SLOTS, arrive, output_of_experts, same_dispatch
@@ -50,18 +48,17 @@ def check_shape(rank, hidden, topk, experts, most, layout, wire, back_wire):
 
 
 def run_world(group, num_ranks, *arguments):
-    """In a process of its own: how many hardware queues there are is settled when CUDA is first used."""
-    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
     ew.World(num_ranks, device="cuda").run(lambda rank: check_shape(rank, *arguments))
 
 
 @pytest.mark.parametrize("layout", [SLOTS, MAJOR, COMPACT], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "{}r-{}h-{}k-{}e-{}t".format(*shape))
-def test_shapes(shape, layout):
+def test_shapes(monkeypatch, shape, layout):
     num_ranks, *sizes = shape
     nth = SHAPES.index(shape) + [SLOTS, MAJOR, COMPACT].index(layout)
     arguments = (*sizes, layout, WIRES[nth % len(WIRES)], LogFMT10() if nth % 4 == 0 else None)
-    if num_ranks > 8:
+    if num_ranks > 8:  # in a process of its own, which finds that many hardware queues when it begins
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         run_processes(1, run_world, num_ranks, *arguments)
     else:
         ew.World(num_ranks, device="cuda").run(lambda rank: check_shape(rank, *arguments))
