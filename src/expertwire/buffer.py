@@ -81,7 +81,7 @@ class Buffer:
     engine                    row work: "auto", "numba" or "torch"; on GPUs "auto" or "triton"
     combine_input             GPUs only: whether the memory of that method is "apart", or "over_rows": that of the
                               handle's zero-copy rows, which takes half the room. Then x and sf must have been read
-                              before the experts' output is written
+                              before the experts' output is written, or, if it is another tensor, given to combine
     num_sms                   GPUs only: kernels that move rows are one block on each of so many SMs; None = no budget
 
     Before memory is taken, raises on every rank if one rank's settings are illegal (InvalidArgument there, PeerRefused
@@ -366,8 +366,8 @@ class Buffer:
         On GPUs rows land where the caller sees them, so memory is taken for the kinds of rows that are dispatched, when
         they first are: this is the size for one kind, with experts spread evenly. Copies of it are the caller's. With
         more than one rank it counts the rows that come back for combine, which ranks of a World only have once a
-        combine was deferred; with `combine_input` also the memory of that method. `debug_poison` takes 256 bytes more
-        for each piece of memory: the window, and each kind of rows in each bank.
+        combine was deferred; with `combine_input` also the memory of that method, or, "over_rows", in their place.
+        `debug_poison` takes 256 bytes more for each piece of memory: the window, and each kind of rows in each bank.
 
         >>> Buffer.size_hint(num_ranks=8, hidden=7168, num_topk=8, num_max_tokens_per_rank=128)
         103454912

@@ -9,7 +9,15 @@ import torch
 from expertwire import _check
 from expertwire.call import record
 from expertwire.device_autograd import DeviceGradients
-from expertwire.device_steps import Arrived, DeviceSteps, Later, collect_values, expose_values, plain
+from expertwire.device_steps import (
+    Arrived,
+    DeviceSteps,
+    Later,
+    collect_values,
+    copy_used_rows,
+    expose_values,
+    plain,
+)
 from expertwire.errors import HandleError, InvalidArgument, TransportUnavailable
 from expertwire.formats import BF16, LogFMT10
 from expertwire.handle import Combined, Handle
@@ -75,6 +83,7 @@ class DeviceCombiner:
             late = defer_receive and several
             encoded = isinstance(wire, LogFMT10)
             pushed = encoded or late or self._state.pushes
+            over_rows = self._state.over_rows and arrived.held_epoch is not None and not handle.finished
             if pushed and arrived.borrowed and handle.finished:
                 raise HandleError(
                     f"rank {self._rank}: {handle} was dispatched with zero_copy=True, so where its rows came from is "
@@ -89,7 +98,7 @@ class DeviceCombiner:
                 if encoded:
                     encode_rows(engine, y, arrived.meta, step, self._state.encoded(step.layout))
                 elif pushed:
-                    seen_at = self._push(y, arrived, own=late)
+                    seen_at = self._bring(y, arrived, over_rows=over_rows, own=late)
                 if late:
                     engine.combine_ready(y, step, seen_at, tell=not encoded, own=True, receive=False)
                 if not late or engine.launch.compiling:
@@ -105,7 +114,7 @@ class DeviceCombiner:
                         continue
                     engine.combine(
                         y, step, out, weighted=weighted, seen_at=seen_at,
-                        returned=self._state.returned(step.layout) if pushed else None, biases=addends,
+                        returned=self._state.returned_if_taken(step.layout) if pushed else None, biases=addends,
                         publish=not late, finish=finish, by_rank=by_rank,
                     )  # fmt: skip
 
@@ -116,8 +125,8 @@ class DeviceCombiner:
 
             biased = len(biases) if self._runtime.sharing else 0
             kind = (
-                "combine", step.layout, weighted, by_rank, encoded, biased, late, pushed, values is not None,
-                differentiable,
+                "combine", step.layout, weighted, by_rank, encoded, biased, late, pushed, over_rows,
+                values is not None, differentiable,
             )  # fmt: skip
             first = not self._runtime.knows(kind)
         except BaseException as error:
@@ -161,13 +170,19 @@ class DeviceCombiner:
         later = Later(self._state.device) if defer_receive else None
         return record(Combined, complete, defer_receive, _later=later)
 
-    def _push(self, y: torch.Tensor, arrived: Arrived, *, own: bool) -> torch.Tensor:
-        """Bring rows to where peers read them, unless they lie there; returns where peers see y."""
-        step, state = arrived.step, self._state
-        seen_at = state.seen_at(y, step, arrived.places)
-        if seen_at is None or self._engine.launch.compiling:
-            self._engine.push(y, arrived.meta, step, state.returned(step.layout), own=own)
-        return state.nowhere if seen_at is None else seen_at
+    def _bring(self, y: torch.Tensor, arrived: Arrived, *, over_rows: bool, own: bool) -> torch.Tensor:
+        """Bring rows to where peers read them, unless they lie there; returns where peers see this rank's."""
+        engine, step, places = self._engine, arrived.step, arrived.places
+        seen_at = self._state.seen_at(y, step, places)
+        if seen_at is None or engine.launch.compiling:
+            if over_rows:
+                rows = y.view(-1, self._settings.hidden).view(torch.uint8)
+                copy_used_rows(engine, rows, places.output(step.bank), step)
+            else:
+                engine.push(y, arrived.meta, step, self._state.returned(step.layout), own=own)
+        if seen_at is None:
+            seen_at = places.seen_at[step.bank] if over_rows else self._state.nowhere
+        return seen_at
 
     def _checked(
         self, x: Any, handle: Handle, topk_weights: Any, bias: Any, reduce: Any, wire: Any

@@ -114,11 +114,16 @@ def output_over_rows(group, wire):
             sent.row_source.clone(),
             [random_rows(9 + r, p.x.numel() // HIDDEN, HIDDEN) for r, p in enumerate(want)],
         )
-        memory = buf.combine_input(sent.handle)
-        assert memory.data_ptr() == sent.x.data_ptr()
-        memory.copy_(output_of_experts(sent, y[rank]).view(memory.shape))
+        given = output_of_experts(sent, y[rank])
+        if (step + rank) % 2:
+            memory = buf.combine_input(sent.handle)
+            assert memory.data_ptr() == sent.x.data_ptr()
+            given = memory.copy_(given.view(memory.shape))
         assert torch.equal(sent.row_source, source)
-        back = buf.combine(memory, sent.handle)
+        deferred = step == 2
+        back = buf.combine(given, sent.handle, defer_receive=deferred)
+        if deferred:
+            back.hook()
         assert_equal(back.x, reference.combine(y, routing)[rank].x)
         with pytest.raises(HandleError, match="zero_copy=True, until its first combine"):
             buf.combine_input(sent.handle)
@@ -127,6 +132,10 @@ def output_over_rows(group, wire):
         num_experts=EXPERTS, layout=SLOTS, wire=wire, combine_input="over_rows",
     )  # fmt: skip
     assert buf._steps.engine.state.total_bytes == size
+    torch.distributed.barrier(group)
+    again = buf.combine(output_of_experts(sent, y[rank]), sent.handle)  # the rows are others' now
+    assert_equal(again.x, reference.combine(y, routing)[rank].x)
+    assert buf._steps.engine.state.total_bytes > size
     torch.distributed.barrier(group)
 
 

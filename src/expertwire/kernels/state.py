@@ -287,17 +287,20 @@ class DeviceState:
 
     def returned(self, layout: Layout) -> Places:
         """Memory that peers push rows of combine into: one for each place of a token. Collective at first."""
-        return self._for_tokens("returned", self._output_rows, layout)
+        return self._beside(self._key_for_tokens("returned", self._output_rows, layout))
+
+    def returned_if_taken(self, layout: Layout) -> Places | None:
+        """The same, None if no rank has ever pushed."""
+        return self._places.get(self._key_for_tokens("returned", self._output_rows, layout))
 
     def encoded(self, layout: Layout) -> Places:
         """The same for rows as LogFMT10."""
         wire = LogFMT10()
-        return self._for_tokens(
-            "encoded", Rows.opaque(wire.payload_bytes(self.hidden), wire.sf_bytes(self.hidden)), layout
-        )
+        rows = Rows.opaque(wire.payload_bytes(self.hidden), wire.sf_bytes(self.hidden))
+        return self._beside(self._key_for_tokens("encoded", rows, layout))
 
-    def _for_tokens(self, name: str, rows: Rows, layout: Layout) -> Places:
-        return self._beside((name, rows, self.capacity * num_places(layout, self.num_ranks, self.num_topk)))
+    def _key_for_tokens(self, name: str, rows: Rows, layout: Layout) -> tuple[str, Rows, int]:
+        return name, rows, self.capacity * num_places(layout, self.num_ranks, self.num_topk)
 
     def values(self, lane: str, layout: Layout, alignment: int, width: int) -> Places:
         """Memory for `width` float32 of every row, to be sent ("dispatch") or read ("combine") by peers. Collective

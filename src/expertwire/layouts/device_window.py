@@ -125,7 +125,7 @@ def device_bytes(
 ) -> int:  # fmt: skip
     """What a buffer on a device shares with its peers once it has dispatched rows of this kind and combined: window,
     rows, and with several ranks a row of `returned_bytes` for each place of a token. With `output_bytes` also as many
-    rows of the experts' output, of that size each, apart or `over_rows`.
+    rows of the experts' output, of that size each; or else `over_rows`, which then are not returned.
 
     >>> device_bytes(
     ...     num_ranks=8, num_experts=256, capacity=128, num_topk=8, num_banks=1, layout=Layout.EXPERT_SLOTS,
@@ -138,5 +138,5 @@ def device_bytes(
     rows = row_region(layout, num_ranks, capacity, num_topk, local, alignment, payload_bytes, sf_bytes, within)
     outputs = RowRegion(rows.num_rows, apart, 0, 0)
     returned = RowRegion(capacity * num_places(layout, num_ranks, num_topk), returned_bytes, 0, 0)
-    per_bank = rows.total_bytes + outputs.total_bytes + (returned.total_bytes if num_ranks > 1 else 0)
+    per_bank = rows.total_bytes + outputs.total_bytes + (0 if over_rows or num_ranks == 1 else returned.total_bytes)
     return DeviceWindow(num_ranks, num_experts, num_banks).total_bytes + num_banks * per_bank
