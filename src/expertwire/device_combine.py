@@ -124,8 +124,9 @@ class DeviceCombiner:
                     collect_values(self._runtime, step)
 
             biased = len(biases) if self._runtime.sharing else 0
+            others_push = over_rows and self._state.returned_if_taken(step.layout) is not None
             kind = (
-                "combine", step.layout, weighted, by_rank, encoded, biased, late, pushed, over_rows,
+                "combine", step.layout, weighted, by_rank, encoded, biased, late, pushed, over_rows, others_push,
                 values is not None, differentiable,
             )  # fmt: skip
             first = not self._runtime.knows(kind)

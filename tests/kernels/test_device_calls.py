@@ -136,6 +136,8 @@ def output_over_rows(group, wire):
     again = buf.combine(output_of_experts(sent, y[rank]), sent.handle)  # the rows are others' now
     assert_equal(again.x, reference.combine(y, routing)[rank].x)
     assert buf._steps.engine.state.total_bytes > size
+    sent = buf.dispatch(xs[rank], ids[rank], weights[rank], layout=SLOTS, wire=wire, zero_copy=True)
+    assert_equal(buf.combine(output_of_experts(sent, y[rank]), sent.handle).x, again.x)
     torch.distributed.barrier(group)
 
 
