@@ -2,8 +2,10 @@
 
     words    [bank][purpose][writer]              8-byte signal words, one cache line each
     counts   [bank][writer][num_experts + num_ranks]   int32: the writer's selections per expert, its rows per rank
-    sources  [bank][writer]                       8-byte address of the writer's expert output, to be read by combine
+    sources  [bank][writer]                       8-byte address at which combine reads the writer's expert output, 0 if
+                                                  the writer has pushed it
     rows     [bank]                               one `RowRegion`: rows at their final places, as the caller sees them
+    returned [bank]                               rows that were pushed for combine, one for each place of a token
 
 Counts travel before rows, so a writer knows the final place of each of its rows and puts it there: nothing is copied
 at the receiver. This differs from `layouts.window`, where rows wait in a region per writer until the receiver places
