@@ -445,3 +445,13 @@ def test_the_oracle_stands_low_in_the_tree():
         imports = [line for line in source if line.startswith("from expertwire")]
     allowed = ("errors", "_math", "topology", "layouts", "formats")
     assert all(line.split()[1].split(".")[1] in allowed for line in imports)
+
+
+@pytest.mark.parametrize("layout", [Layout.EXPERT_MAJOR, Layout.EXPERT_SLOTS])
+def test_no_tokens_at_all(layout):
+    """Unused rows have no source, also where there is none to have."""
+    routing = route([no_ids(2), no_ids(2)], placement=Placement.contiguous(4, 2), layout=layout, capacity=3)
+    received = dispatch([bf16([]).view(0, 1)] * 2, routing)
+    assert all((part.row_source == -1).all() for part in received)
+    assert [part.num_tokens_per_expert.tolist() for part in received] == [[0, 0], [0, 0]]
+    assert [back.x.shape for back in combine([part.x for part in received], routing)] == [(0, 1), (0, 1)]

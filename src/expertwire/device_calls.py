@@ -320,7 +320,9 @@ class _LaterOfDispatch(Later):
         if step.layout is Layout.COMPACT:
             return None
         row, num_groups = torch.arange(found.shape[0], device=found.device), step.expert_counts.numel()
-        if found.shape[0]:
+        if not num_groups:  # no rows arrive, but there is as much memory as on the others
+            found = torch.where(self._used(), found, -1)
+        elif found.shape[0]:
             group = torch.searchsorted(step.offsets, row, right=True) - 1
             known = group.clamp(max=num_groups - 1)
             used = (group == known) & (row - step.offsets[known] < step.expert_counts[known])

@@ -176,7 +176,8 @@ def _received(rank: int, payload: torch.Tensor, sf: torch.Tensor | None, routing
         if routing.topk_weights is not None:
             weights = torch.where(here, routing.topk_weights, 0.0)[token]
     else:
-        origin = torch.stack([source[token], token - first[source[token]], slot], dim=1)
+        origin = _take(source[:, None], token)[:, 0]
+        origin = torch.stack([origin, token - first[origin], slot], dim=1)
         row_source = torch.where(token[:, None] < 0, -1, origin).int()
         padded = routing.group_sizes[rank]
         offsets = torch.tensor([0, *padded]).cumsum(0).int()

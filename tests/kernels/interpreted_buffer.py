@@ -12,8 +12,11 @@ from expertwire.transports.shm import Shm
 from expertwire.world import bootstrap
 
 
-def interpreted_buffer(group, placement=None, on_timeout="raise", over_rows=False, debug_poison=False):
-    """What `Buffer` makes of device="cuda", but for the memory."""
+def interpreted_buffer(
+    group, placement=None, *, capacity=CAPACITY, hidden=HIDDEN, num_topk=TOPK, on_timeout="raise", validate=True,
+    num_sms=4, **options,
+):  # fmt: skip
+    """What `Buffer` makes of device="cuda", but for the memory. `options` are the engine's."""
     use_interpreter()
     from expertwire.kernels.engine import DeviceEngine
     from expertwire.kernels.meeting import MEETING_BYTES, Meeting
@@ -22,27 +25,19 @@ def interpreted_buffer(group, placement=None, on_timeout="raise", over_rows=Fals
     memory = SharedFiles(group)
     placement = placement or Placement.contiguous(EXPERTS, memory.num_ranks)
     engine = DeviceEngine(
-        memory,
-        placement,
-        capacity=CAPACITY,
-        hidden=HIDDEN,
-        num_topk=TOPK,
-        num_banks=2,
-        num_sms=4,
-        timeout_us=1,
-        over_rows=over_rows,
-        debug_poison=debug_poison,
-    )
+        memory, placement, capacity=capacity, hidden=hidden, num_topk=num_topk, num_banks=2, num_sms=num_sms,
+        timeout_us=1, **options,
+    )  # fmt: skip
     meeting = Meeting(Shm(bootstrap(group), MEETING_BYTES, MEETING_BYTES)) if memory.num_ranks > 1 else None
     buf = object.__new__(Buffer)
     buf.rank, buf.num_ranks, buf._handles, buf._closed = memory.rank, memory.num_ranks, weakref.WeakSet(), False
     buf.settings = Settings(
-        num_experts=EXPERTS, hidden=HIDDEN, num_topk=TOPK, num_max_tokens_per_rank=CAPACITY, max_in_flight=2,
-        device="cpu", transport="files", on_timeout=on_timeout, placement=placement,
+        num_experts=placement.num_experts, hidden=hidden, num_topk=num_topk, num_max_tokens_per_rank=capacity,
+        max_in_flight=2, device="cpu", transport="files", on_timeout=on_timeout, placement=placement,
     )  # fmt: skip
     runtime = DeviceRuntime(
         engine, memory, 60.0, meeting=meeting, mask_peers=on_timeout != "raise", end_late=on_timeout == "end"
     )
-    buf._use(runtime, validate=True)
+    buf._use(runtime, validate=validate)
     buf.combine_input = buf._combine.inputs  # refused where device is "cpu"
     return buf

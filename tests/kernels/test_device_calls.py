@@ -24,6 +24,7 @@ from expertwire.buffer import Buffer
 from expertwire.errors import HandleError
 from expertwire.formats import BF16, FP8Block, LogFMT10
 from expertwire.testing import assert_equal, random_rows, uniform_routing
+from expertwire.topology import Placement
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -76,6 +77,39 @@ def one_expert(group, counts):
 @pytest.mark.parametrize(("counts", "num_ranks"), [("host", 1), ("device", 2)])
 def test_one_expert_gets_all(processes, counts, num_ranks):
     processes.run(one_expert, counts, num_ranks=num_ranks, timeout_s=120)
+
+
+def layouts_in_turns(group):
+    """Where COMPACT and EXPERT_MAJOR push as many rows, they share memory, but not what came with a row."""
+    buf = interpreted_buffer(group, Placement.contiguous(2, 2), num_topk=1)
+    x, ids = random_rows(buf.rank, 5, HIDDEN), torch.arange(5)[:, None] % 2
+    for layout in (COMPACT, MAJOR, COMPACT):
+        for wire in (None, LogFMT10()):
+            for deferred in (False, True):
+                sent = buf.dispatch(x, ids, layout=layout)
+                back = buf.combine(sent.x, sent.handle, wire=wire, defer_receive=deferred)
+                back = back.hook() if deferred else back
+                if wire is None:
+                    assert_equal(back.x, x)
+
+
+def test_layouts_in_turns(processes):
+    processes.run(layouts_in_turns, num_ranks=2, timeout_s=120)
+
+
+def no_experts(group):
+    """A rank without experts receives nothing, in as much memory as the others have."""
+    buf = interpreted_buffer(group, Placement((0, 0, 0)))
+    x, ids = random_rows(buf.rank, 5, HIDDEN), torch.zeros(5, TOPK, dtype=torch.int64)
+    for layout in (MAJOR, SLOTS, COMPACT):
+        sent = buf.dispatch(x, ids, layout=layout, counts="device")
+        if layout is not COMPACT and buf.rank == 1:
+            assert (sent.row_source == -1).all()
+        buf.combine(torch.zeros(*sent.x.shape[:-1], HIDDEN).bfloat16(), sent.handle)
+
+
+def test_a_rank_without_experts(processes):
+    processes.run(no_experts, num_ranks=2, timeout_s=120)
 
 
 def further_combines(group):

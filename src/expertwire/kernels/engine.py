@@ -219,7 +219,8 @@ class DeviceEngine:
             }  # fmt: skip
 
         self.launch(
-            combine_push, max(1, min(grid, groups * pieces)), (returned, step.bank, num_places, groups, own),
+            combine_push, max(1, min(grid, groups * pieces)),
+            (returned, step.bank, num_places, groups, meta.shape[1], own),
             (y.view(torch.int32), meta, lengths, offsets, step.counts), rest,
         )  # fmt: skip
 

@@ -24,7 +24,7 @@ def encode_rows(engine: DeviceEngine, y: torch.Tensor, meta: torch.Tensor, step:
     groups, num_rows, num_places = lengths.numel(), y.numel() // engine.hidden, step.sends_to.shape[1]
     engine.launch(
         logfmt.encode_rows, max(1, min(num_rows, engine.num_sms * (1 if engine.strict_sms else 8))),
-        (memory, step.bank, groups, num_places),
+        (memory, step.bank, groups, num_places, meta.shape[1]),
         (y.view(torch.int16), meta, lengths, offsets, step.counts, num_rows),
         lambda: ((memory.bases[step.bank], memory.region.sf), {
             "R": engine.num_ranks, "GROUPS": groups, "GROUP_BINS": pow2(groups), "hidden": engine.hidden,
