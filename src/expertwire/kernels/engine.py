@@ -24,7 +24,7 @@ from expertwire.kernels.dispatch_recv import await_rows, copy_rows, export_value
 from expertwire.kernels.dispatch_send import dispatch_send
 from expertwire.kernels.dispatch_slots import dispatch_slots
 from expertwire.kernels.launch import Launcher, Rest
-from expertwire.kernels.planner import Plan, Planner
+from expertwire.kernels.planner import Plan, Planner, dtypes_of
 from expertwire.kernels.refuse import refuse_combine, refuse_dispatch
 from expertwire.kernels.state import DeviceMemory, DeviceState, Places, Rows, Step
 from expertwire.kernels.tiles import (
@@ -59,6 +59,7 @@ class DeviceEngine:
         self.rank, self.num_ranks, self.num_experts = memory.rank, memory.num_ranks, placement.num_experts
         self.capacity, self.hidden, self.num_topk = capacity, hidden, num_topk
         self.num_sms, self.strict_sms = num_sms, strict_sms
+        self.most_blocks = num_sms if strict_sms else 16 * num_sms  # of a launch that sends rows
         self.launch = Launcher()
         # Left alone, the assembler spares registers for more warps, and has half as many rows in flight: 0.7 to 1 us.
         on_cuda = memory.device.type == "cuda" and torch.version.hip is None
@@ -119,32 +120,27 @@ class DeviceEngine:
         receive: bool,
     ) -> None:  # fmt: skip
         state, bank, rows, num_tokens = self.state, self.state.banks[step.bank], places.rows, x.shape[0]
-        blocks = self.num_sms if self.strict_sms else 16 * self.num_sms
-        compact, kind_of_routing = False, None
-        routing: tuple[torch.Tensor | None, ...] = (None, None)
-        if plan.unplaced and step.layout is Layout.COMPACT:
-            compact, routing = True, (step.topk_idx, step.topk_weights)
-            kind_of_routing = (step.topk_idx.dtype, step.topk_weights is None)
+        routing = step.routing if plan.unplaced else (None, None)
 
         def rest() -> Rest:
-            tables = self.planner.tables(plan.tokens) if plan.unplaced else (None,) * 5
-            keys, indexes, block_counts, _, first_rows = tables
-            fixed = (
-                keys, indexes, block_counts, first_rows, state.home, self.planner.addresses, places.bases[step.bank],
-                bank.words, bank.epoch, bank.ticket, state.status, self.rank, places.region.sf, places.region.meta,
+            tables = self.planner.tables(plan.tokens)[:4] if plan.unplaced else (None,) * 4
+            fixed: tuple[torch.Tensor | int | None, ...] = (
+                *tables, state.home, self.planner.addresses, places.bases[step.bank], bank.words, bank.epoch,
+                bank.ticket, state.status, self.rank, places.region.sf, places.region.meta,
             )  # fmt: skip
             return fixed, {
                 "R": self.num_ranks, "RANKS": self._ranks, "E": self.num_experts, "K": self.num_topk,
                 "SLOTS": self._slots, "TOKENS": plan.tokens, "KEYS": pow2(plan.tokens * self.num_topk),
-                "PLACE": plan.unplaced, "COMPACT": compact, "SENDS": step.sends_to.shape[1], "ROWS": tile.rows,
-                "LINES": tile.columns, "BLOCK": rows.block, "width": rows.width, "unit_bytes": rows.unit_bytes,
-                "sf_units": rows.sf_units, "SF_UNITS": pow2(rows.sf_units), "sf_unit_bytes": rows.sf_unit_bytes,
-                "FP8": rows.fp8, "UE8M0": rows.ue8m0, "RECEIVE": receive, "num_warps": tile.warps,
+                "PLACE": plan.unplaced, "COMPACT": step.layout is Layout.COMPACT, "SENDS": step.sends_to.shape[1],
+                "ROWS": tile.rows, "LINES": tile.columns, "BLOCK": rows.block, "width": rows.width,
+                "unit_bytes": rows.unit_bytes, "sf_units": rows.sf_units, "SF_UNITS": pow2(rows.sf_units),
+                "sf_unit_bytes": rows.sf_unit_bytes, "FP8": rows.fp8, "UE8M0": rows.ue8m0, "RECEIVE": receive,
+                "num_warps": tile.warps,
             }  # fmt: skip
 
         self.launch(
-            dispatch_send, min(max(1, ceil_div(num_tokens, tile.rows)), blocks),
-            (places, step.bank, tile, plan, receive, kind_of_routing),
+            dispatch_send, min(max(1, ceil_div(num_tokens, tile.rows)), self.most_blocks),
+            (places, step.bank, tile, plan, receive, *dtypes_of(routing)),
             (x, sf, step.sends_to, *routing, step.counts, num_tokens, state.timeout_us), rest,
         )  # fmt: skip
 
@@ -208,7 +204,7 @@ class DeviceEngine:
         state, (lengths, offsets), num_places = self.state, self.state.filled(step), step.sends_to.shape[1]
         units, groups = self.hidden // 2, lengths.numel()
         tile = push_tile(units, self.strict_sms)
-        grid = self.num_sms * (1 if self.strict_sms else 16)
+        grid = self.most_blocks
         pieces = grid if groups <= 1 else min(ceil_div(2 * grid, groups), ceil_div(state.slot_room, tile.columns))
 
         def rest() -> Rest:

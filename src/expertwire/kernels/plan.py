@@ -107,7 +107,7 @@ def _first_rows(
 @triton.jit(do_not_specialize=["rank", "num_tokens", "num_blocks", "room", "alignment", "first_own", "L", "timeout_us"])
 def plan_count(
     topk_idx, owners, counts, num_tokens, num_blocks, alignment, timeout_us,
-    keys, indexes, block_counts, totals, first_rows, tally, word_bases, count_bases, home, by_owner, owner_start,
+    keys, indexes, block_counts, first_rows, totals, tally, word_bases, count_bases, home, by_owner, owner_start,
     epochs, tickets, status, rank, room, first_own, L,
     R: tl.constexpr, RANKS: tl.constexpr, E: tl.constexpr, EXPERTS: tl.constexpr, EXPERT_BINS: tl.constexpr,
     RANK_BINS: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr, BLOCKS: tl.constexpr,

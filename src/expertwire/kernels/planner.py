@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,11 @@ LAYOUTS = {
     Layout.EXPERT_SLOTS: EXPERT_SLOTS.value,
 }
 COUNTED_TOKENS = 64
+
+
+def dtypes_of(tensors: Iterable[torch.Tensor | None]) -> Iterator[torch.dtype | None]:
+    """What of them belongs to the kind of a launch."""
+    return (None if tensor is None else tensor.dtype for tensor in tensors)
 
 
 class Plan(NamedTuple):
@@ -46,11 +52,12 @@ class Planner:
         return tokens
 
     def tables(self, tokens: int) -> tuple[torch.Tensor, ...]:
-        """Between the kernels of a plan: keys, indexes, counts of blocks, sums of these, first rows."""
+        """Between the kernels of a plan: keys, indexes, counts of blocks, first rows; and, within the first of them,
+        sums of the counts."""
         state = self.state
         width, blocks = state.num_experts + state.num_ranks, ceil_div(state.capacity, tokens)
         sizes = dict.fromkeys(("keys", "indexes"), state.capacity * state.num_topk)
-        sizes |= {"block_counts": blocks * width, "totals": width, "first_rows": width}
+        sizes |= {"block_counts": blocks * width, "first_rows": width, "totals": width}
         return tuple(state.scratch(name, torch.int32, size) for name, size in sizes.items())
 
     def plan(self, step: Step) -> Plan:
@@ -81,27 +88,25 @@ class Planner:
 
     def place(self, plan: Plan, step: Step, places: Places) -> Plan:
         """Find the places of an unplaced plan in a launch of its own."""
-        state, (tokens, _), num_places = self.state, plan, step.sends_to.shape[1]
-        compact, keys_at_once = step.layout is Layout.COMPACT, pow2(tokens * self.state.num_topk)
+        state, (tokens, _), routing = self.state, plan, step.routing
+        compact, keys_at_once = step.layout is Layout.COMPACT, pow2(tokens * state.num_topk)
         at_once = 2048 // self._slots**2 if compact else 32768 // (self._slots * keys_at_once)
         rows, num_tokens = max(1, min(tokens, at_once)), step.topk_idx.shape[0]
-        routing = (step.topk_idx, step.topk_weights) if compact else (None, None)
 
         def rest() -> Rest:
-            keys, indexes, block_counts, _, first_rows = self.tables(tokens)
-            fixed = (
-                keys, indexes, block_counts, first_rows, state.home, places.bases[step.bank], self.addresses,
-                state.rank, places.region.meta,
+            fixed: tuple[torch.Tensor | int, ...] = (
+                *self.tables(tokens)[:4], state.home, places.bases[step.bank], self.addresses, state.rank,
+                places.region.meta,
             )  # fmt: skip
             return fixed, {
                 "R": state.num_ranks, "E": state.num_experts, "K": state.num_topk, "SLOTS": self._slots,
-                "SENDS": num_places, "TOKENS": tokens, "ROWS": rows, "KEYS": keys_at_once, "COMPACT": compact,
-                "payload_bytes": places.rows.payload_bytes, "num_warps": 8,
+                "SENDS": step.sends_to.shape[1], "TOKENS": tokens, "ROWS": rows, "KEYS": keys_at_once,
+                "COMPACT": compact, "payload_bytes": places.rows.payload_bytes, "num_warps": 8,
             }  # fmt: skip
 
-        kind = (places, step.bank, compact and (step.topk_idx.dtype, step.topk_weights is None))
         self.launch(
-            place_rows, max(1, ceil_div(num_tokens, rows)), kind, (*routing, step.sends_to, num_tokens), rest
+            place_rows, max(1, ceil_div(num_tokens, rows)), (places, step.bank, *dtypes_of(routing)),
+            (*routing, step.sends_to, num_tokens), rest,
         )  # fmt: skip
         return Plan()
 

@@ -145,6 +145,11 @@ class Step:
     topk_weights: torch.Tensor | None
 
     @property
+    def routing(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """topk_idx and topk_weights, if rows take them along, as those of COMPACT do."""
+        return (self.topk_idx, self.topk_weights) if self.layout is Layout.COMPACT else (None, None)
+
+    @property
     def expert_counts(self) -> torch.Tensor:
         return self.counts[self.parts.per_expert]
 
