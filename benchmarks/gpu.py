@@ -1,12 +1,13 @@
 """The kernels on a GPU: are they right, and how long do they take?
 
-    python benchmarks/gpu.py check decode virtual prefill waiting host soak --out results.json
+    python benchmarks/gpu.py check decode virtual prefill models waiting host soak --out results.json
 
 check     bit for bit against the oracle, virtual ranks 1, 2, 4, 8
 decode    one rank, few tokens, EXPERT_SLOTS: kernel times from the profiler (median of 30), and plain torch
 virtual   2, 4, 8 ranks that share the card, one graph: time of a replay
 prefill   4096 tokens: COMPACT with 24 SMs per rank, EXPERT_MAJOR on the whole card; copies of the same bytes
 waiting   how long a matrix product takes to come through while another stream's launch waits in so many blocks
+models    the shapes of models that people serve, one rank: decode and prefill against a copy of the same bytes
 host      eager calls of `Buffer` against a graph of them: host and device time of a call
 soak      many round trips of integer payloads, every sum compared, eager and in a graph
 """
@@ -197,19 +198,18 @@ def decode_case(tokens, experts):
     out = torch.empty_like(x)
     dispatch = total(lambda: engine.dispatch_fused(x, step, places))
     combine = total(lambda: engine.combine(y, step, out, weighted=True))
-    owned = {}
-    payload_out = torch.empty_like(places.payload(0))
+    owned = [(part, torch.empty_like(part)) for part in (places.payload(0), places.sf(0), places.meta(0))]
 
     def dispatch_owned():
         engine.dispatch_fused(x, step, places)
-        engine.copy_rows(places.payload(0), payload_out, step.expert_counts, step.offsets, tokens)
+        engine.copy_rows(step, *owned)
 
-    owned["dispatch_owned_us"] = total(dispatch_owned)
     torch_dispatch, torch_combine = plain_torch(x, ranks.ids[0], ranks.weights[0], experts)
     rows = torch.randn(8 * tokens, 7168, device="cuda").bfloat16()
     note(
-        decode=tokens, experts=experts, dispatch_us=dispatch, combine_us=combine, **owned,
-        torch_dispatch_us=total(torch_dispatch), torch_combine_us=total(lambda: torch_combine(rows)),
+        decode=tokens, experts=experts, dispatch_us=dispatch, combine_us=combine,
+        dispatch_owned_us=total(dispatch_owned), torch_dispatch_us=total(torch_dispatch),
+        torch_combine_us=total(lambda: torch_combine(rows)),
         copy_of_dispatched_us=copy_time(8 * tokens * 7392),
     )  # fmt: skip
 
@@ -317,6 +317,53 @@ def prefill():
     for wire in ("fp8", "bf16"):
         expert_major_case(wire)
         torch.cuda.empty_cache()
+
+
+# -- models -----------------------------------------------------------------------------------------------------------
+
+
+MODELS = {  # hidden, experts, top-k
+    "deepseek-v3": (7168, 256, 8), "kimi-k2": (7168, 384, 8), "qwen3-235b": (4096, 128, 8), "qwen3-30b": (2048, 128, 8),
+    "qwen3-next": (2048, 512, 10), "glm-4.5": (5120, 160, 8), "minimax-m2": (3072, 256, 8),
+    "gpt-oss-120b": (2880, 128, 4), "mixtral-8x7b": (4096, 8, 2),
+    "llama4-maverick": (5120, 128, 1), "deepseek-v2-lite": (2048, 64, 6),
+}  # fmt: skip
+
+
+def model_case(name, tokens, layout):
+    hidden, experts, topk = MODELS[name]
+    wire = "bf16" if hidden % 128 else "fp8"
+    ranks = Ranks(Shape(1, tokens, experts, hidden=hidden, num_topk=topk), num_banks=1)
+    engine, x, places, step = ranks.engines[0], ranks.xs[0], ranks.places(layout, wire)[0], ranks.steps(layout)[0]
+    y = torch.randn(places.region.num_rows, hidden, device="cuda").bfloat16()
+    out = torch.empty_like(x)
+
+    def dispatch():
+        if layout is SLOTS:
+            engine.dispatch_fused(x, step, places)
+        else:
+            engine.send(x, None, engine.planner.plan(step), step, places, receive=True)
+
+    rows = tokens if layout is COMPACT else tokens * topk  # one rank: COMPACT sends a token once
+    sent = hidden * 2 if wire == "bf16" else hidden + hidden // 32
+    times = {
+        "dispatch": (total(dispatch), copy_time((tokens * hidden * 2 + rows * sent) // 2)),
+        "combine": (
+            total(lambda: engine.combine(y, step, out, weighted=layout is not COMPACT)),
+            copy_time((rows + tokens) * hidden),
+        ),
+    }
+    fields = {
+        f"{what}{unit}": us for what, pair in times.items() for unit, us in zip(("_us", "_copy_us"), pair, strict=True)
+    }
+    note(model=name, layout=str(layout), tokens=tokens, hidden=hidden, experts=experts, topk=topk, wire=wire, **fields)
+
+
+def models():
+    for name in MODELS:
+        for tokens, layout in ((1, SLOTS), (128, SLOTS), (512, SLOTS), (4096, MAJOR), (4096, COMPACT)):
+            model_case(name, tokens, layout)
+            torch.cuda.empty_cache()
 
 
 # -- waiting -----------------------------------------------------------------------------------------------------------
@@ -429,7 +476,7 @@ def soak(trips=10_000):
             )  # fmt: skip
 
 
-PARTS = {part.__name__: part for part in (check, decode, virtual, prefill, waiting, host, soak)}
+PARTS = {part.__name__: part for part in (check, decode, virtual, prefill, models, waiting, host, soak)}
 
 
 def main():

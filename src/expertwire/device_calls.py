@@ -15,7 +15,7 @@ import torch
 from expertwire import _check
 from expertwire.call import record
 from expertwire.device_autograd import DeviceGradients
-from expertwire.device_steps import Arrived, DeviceSteps, Later, aligned, copy_used_rows, plain
+from expertwire.device_steps import Arrived, DeviceSteps, Later, aligned, plain
 from expertwire.errors import InvalidArgument
 from expertwire.formats import BF16, FP8Block, WireFormat
 from expertwire.formats.fp8 import column_major
@@ -90,9 +90,7 @@ class DeviceDispatcher:
                 send(places)
                 if defer_receive:
                     engine.await_rows(step)
-                for part in () if zero_copy else (places.payload(bank), places.sf(bank)):
-                    if part is not None:
-                        copy_used_rows(engine, part, torch.empty_like(part[:1]), step)
+                self._take(step, places, 1, dtypes, wire, zero_copy=zero_copy, cached=cached)
 
             kind = (
                 "dispatch", step.layout, rows, step.alignment, fused, cached, defer_receive, zero_copy,
@@ -117,17 +115,15 @@ class DeviceDispatcher:
                 step.void.zero_()
                 raise steps.void(bank)
             num_rows, fields = self._counts(step, places, known)
-            fields["x"], fields["sf"] = self._views(step, places, num_rows, dtypes, wire, owned=not zero_copy)
-            if not cached:  # before others may write the bank
-                meta, borrowed = _first(places.meta(bank), num_rows), zero_copy and not self._state.pushes
-                meta = meta if borrowed else meta.clone()
+            taken = self._take(step, places, num_rows, dtypes, wire, zero_copy=zero_copy, cached=cached)
+            fields["x"], fields["sf"] = self._shaped(step.layout, *taken[:2], wire)
             if zero_copy:
                 handle._on_finish = lambda: self._finish(epoch, bank, places)
             else:
                 self._finish(epoch, bank, places)
             if not cached:
-                held = epoch if zero_copy else None
-                handle._arrived = Arrived(step, num_rows, exact, held, meta, places, borrowed, masked, restarts)
+                held, borrowed = epoch if zero_copy else None, self._borrows(zero_copy)
+                handle._arrived = Arrived(step, num_rows, exact, held, taken[2], places, borrowed, masked, restarts)
             fields["_later"], fields["missing_ranks"] = _LaterOfDispatch(engine, step, handle._arrived), masked
             if differentiable:
                 weights = None if cached else fields["_later"].topk_weights()
@@ -227,55 +223,66 @@ class DeviceDispatcher:
             return self._state.num_local_experts * self._state.slot_room
         return places.region.num_rows
 
-    def _views(
-        self, step: Step, places: Places, num_rows: int, dtypes: Dtypes, wire: WireFormat | None, *, owned: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """x and sf: the first `num_rows` rows of the bank, or copies of those in use."""
-        if owned:
-            payload, sf = _first(places.payload(step.bank), num_rows), places.sf(step.bank)
-            x = self._copy(step, payload, dtypes[0])
-            factors = None if sf is None or dtypes[1] is None else self._copy(step, _first(sf, num_rows), dtypes[1])
-            x, factors = self._grouped(step.layout, x, factors)
-        else:  # views of a bank stay the same, but each caller gets tensors of his own: he may want gradients of them
-            x, factors = self._window(step, places, dtypes)
-            if num_rows < x.shape[0]:
-                x, factors = x[:num_rows], None if factors is None else factors[:num_rows]
-            else:
-                x, factors = x.detach(), None if factors is None else factors.detach()
+    def _take(
+        self, step: Step, places: Places, num_rows: int, dtypes: Dtypes, wire: WireFormat | None, *, zero_copy: bool,
+        cached: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:  # fmt: skip
+        """The first `num_rows` rows of the bank with scale factors and routing: views, or copies of the rows in use,
+        all of which one launch makes. The routing of a `cached` dispatch is that of its handle."""
+        payload, sf, meta = places.payload(step.bank), places.sf(step.bank), places.meta(step.bank)
+        kept, routing = _first(meta, num_rows), None
+        if not cached and not self._borrows(zero_copy):  # others may write the bank before the handle is done with
+            kept = torch.empty_like(kept)
+            routing = (meta, kept)
         if isinstance(wire, FP8Block) and wire.decode:
-            assert factors is not None
-            rows = wire.decode_bfloat16(x.flatten(0, -2), factors.flatten(0, -2), self._settings.hidden)
-            x, factors = rows.view(x.shape), None
-        if factors is not None and isinstance(wire, FP8Block) and wire.sf_layout == "column":
-            factors = column_major(factors)
-        return x, factors
+            assert sf is not None
+            x = self._own(torch.bfloat16, num_rows, self._settings.hidden)
+            self._engine.copy_rows(step, (payload, x), (sf, None), routing, decode=places.rows)
+            return x, None, kept
+        if zero_copy:
+            if routing is not None:
+                self._engine.copy_rows(step, routing)
+            return *self._window(step, places, num_rows, dtypes), kept
+        x, scales = self._own(dtypes[0], num_rows, payload.shape[1] // dtypes[0].itemsize), None
+        if sf is not None and dtypes[1] is not None:
+            scales = (sf, self._own(dtypes[1], num_rows, sf.shape[1] // dtypes[1].itemsize))
+        self._engine.copy_rows(step, (payload, x), scales, routing)
+        return x, scales and scales[1], kept
 
-    def _window(self, step: Step, places: Places, dtypes: Dtypes) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """All rows that a record may show of this bank."""
+    def _own(self, dtype: torch.dtype, num_rows: int, width: int) -> torch.Tensor:
+        out = self._state.empty(dtype, num_rows, width)
+        if self._state.debug_poison:
+            poison(out)
+        return out
+
+    def _borrows(self, zero_copy: bool) -> bool:
+        """Whether a handle keeps the routing in the window, and not a copy."""
+        return zero_copy and not self._state.pushes
+
+    def _window(
+        self, step: Step, places: Places, num_rows: int, dtypes: Dtypes
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Views of a bank stay the same, but each caller gets tensors of his own: he may want gradients of them."""
         key = (places, step.bank, dtypes)
         if key not in self._windows:
             most, sf = self._most_rows(step, places), places.sf(step.bank)
             x = _first(places.payload(step.bank), most).view(dtypes[0])
-            factors = None if sf is None or dtypes[1] is None else _first(sf, most).view(dtypes[1])
-            self._windows[key] = self._grouped(step.layout, x, factors)
-        return self._windows[key]
+            self._windows[key] = x, None if sf is None or dtypes[1] is None else _first(sf, most).view(dtypes[1])
+        x, factors = self._windows[key]
+        if step.layout is Layout.EXPERT_SLOTS:  # which `_shaped` makes other tensors of
+            return x, factors
+        return x[:num_rows], None if factors is None else factors[:num_rows]
 
-    def _copy(self, step: Step, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The rows in use, in memory of the caller's."""
-        out = self._state.empty(dtype, source.shape[0], source.shape[1] // dtype.itemsize)
-        if self._state.debug_poison:
-            poison(out)
-        copy_used_rows(self._engine, source, out, step)
-        return out
-
-    def _grouped(
-        self, layout: Layout, x: torch.Tensor, factors: torch.Tensor | None
+    def _shaped(
+        self, layout: Layout, x: torch.Tensor, factors: torch.Tensor | None, wire: WireFormat | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Rows and scale factors in the shape of the layout."""
+        """Rows and scale factors in the shape of the layout, in the order of the wire format."""
         if layout is Layout.EXPERT_SLOTS:
             groups = (self._state.num_local_experts, self._state.slot_room)
             x = x.view(*groups, x.shape[1])
             factors = None if factors is None else factors.view(*groups, factors.shape[1])
+        if factors is not None and isinstance(wire, FP8Block) and wire.sf_layout == "column":
+            factors = column_major(factors)
         return x, factors
 
 
@@ -348,6 +355,3 @@ def rehearse(device: torch.device) -> None:
     for ids in (row, counts):
         torch.stack(torch.aminmax(ids)).clamp(-(1 << 31), (1 << 31) - 1).to(torch.int32)
     poison(torch.empty_like(meta))
-    FP8Block(decode=True).decode_bfloat16(
-        meta.view(torch.float8_e4m3fn), torch.zeros(8, 1, device=device), meta.shape[1] * meta.element_size()
-    )

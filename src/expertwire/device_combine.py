@@ -14,7 +14,6 @@ from expertwire.device_steps import (
     DeviceSteps,
     Later,
     collect_values,
-    copy_used_rows,
     expose_values,
     plain,
 )
@@ -177,8 +176,7 @@ class DeviceCombiner:
         seen_at = self._state.seen_at(y, step, places)
         if seen_at is None or engine.launch.compiling:
             if over_rows:
-                rows = y.view(-1, self._settings.hidden).view(torch.uint8)
-                copy_used_rows(engine, rows, places.output(step.bank), step)
+                engine.copy_rows(step, (y.view(-1, self._settings.hidden), places.output(step.bank)))
             else:
                 engine.push(y, arrived.meta, step, self._state.returned(step.layout), own=own)
         if seen_at is None:

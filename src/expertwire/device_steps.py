@@ -13,7 +13,7 @@ from expertwire.call import check_handle
 from expertwire.errors import HandleError, PeerMasked, PeerRefused, PeerTimeout
 from expertwire.handle import Handle
 from expertwire.kernels.backward import combine_values, width_of
-from expertwire.kernels.engine import DeviceEngine, Places, Step
+from expertwire.kernels.engine import Places, Step
 from expertwire.kernels.masking import forget
 from expertwire.kernels.runtime import LANES, DeviceRuntime, refusal
 from expertwire.protocols.lane import Lane
@@ -218,16 +218,11 @@ class DeviceSteps:
         self.raise_refused("The next call works as usual.")
 
 
-def copy_used_rows(engine: DeviceEngine, source: torch.Tensor, out: torch.Tensor, step: Step) -> None:
-    """Copy the rows that a step filled: source [rows, bytes] uint8, out of any dtype."""
-    engine.copy_rows(source, out, *engine.state.filled(step), engine.state.slot_room)
-
-
 def expose_values(runtime: DeviceRuntime, values: torch.Tensor, step: Step) -> None:
     """Put values [rows, width] float32 where peers can read them."""
     engine = runtime.engine
     memory = engine.state.values("combine", step.layout, step.alignment, values.shape[1]).payload(step.bank)
-    runtime.launch(("values", step.layout), lambda: copy_used_rows(engine, values.view(torch.uint8), memory, step))
+    runtime.launch(("values", step.layout), lambda: engine.copy_rows(step, (values, memory)))
 
 
 def collect_values(runtime: DeviceRuntime, step: Step) -> torch.Tensor:

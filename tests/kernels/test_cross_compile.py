@@ -16,6 +16,7 @@ from triton.runtime import driver  # noqa: E402
 from expertwire.kernels.combine_push import combine_push  # noqa: E402
 from expertwire.kernels.combine_recv import combine_gather  # noqa: E402
 from expertwire.kernels.combine_send import combine_send  # noqa: E402
+from expertwire.kernels.copy_rows import copy_rows  # noqa: E402
 from expertwire.kernels.dispatch_send import dispatch_send  # noqa: E402
 from expertwire.kernels.dispatch_slots import dispatch_slots  # noqa: E402
 from expertwire.kernels.gradients import gradient_rows  # noqa: E402
@@ -31,6 +32,7 @@ WORDS |= dict.fromkeys(["keys", "block_counts", "first_rows", "totals", "scratch
 WORDS |= dict.fromkeys(["owner_start", "owners"], "*i32")
 WORDS |= dict.fromkeys(["arrived"], "*bf16") | dict.fromkeys(["values", "weights", "dots"], "*fp32")
 WORDS |= {"counts": "*i32", "lengths": "*i32", "offsets": "*i32", "rows": "*i16", "payload": "*i16", "sf": "*i16"}
+WORDS |= {"sf_out": "*i16", "meta_out": "*i32"}
 NUMBERS = {
     "rank",
     "num_tokens",
@@ -69,6 +71,10 @@ GRADIENT = {"GROUPS": 32, "GROUP_BINS": 32, "ROWS": 2, "COLUMNS": 2048, "hidden"
 LOGFMT = {"hidden": 7168, "CHUNK": 1024, "SENDS": 8, "META": 3}
 VALUES = {"R": 8, "RANKS": 8, "K": 8, "WIDTH": 8, "ENTRIES": 1024}
 PUSH = {"GROUPS": 32, "UNITS": 4096, "units": 3584, "SENDS": 8, "META": 3, "OWN": False}
+COPY = {
+    "GROUPS": 32, "UNITS": 2048, "row_bytes": 7168, "SF_UNITS": 64, "sf_bytes": 224, "META_UNITS": 4, "meta_bytes": 12,
+    "BLOCK": 0, "UE8M0": False,
+}  # fmt: skip
 KERNELS = {
     "slots fp8": (dispatch_slots, SLOTS | {"FP8": True, "sf_bytes": 224}, 8),
     "slots bf16": (dispatch_slots, SLOTS | {"FP8": False, "sf_bytes": 0}, 8),
@@ -84,6 +90,9 @@ KERNELS = {
     ),
     "push": (combine_push, PUSH | {"CHUNK": 8, "ROWS": 1}, 8),
     "push, few SMs": (combine_push, PUSH | {"CHUNK": 32, "ROWS": 4}, 32),
+    "copy": (copy_rows, COPY | {"ROWS": 1}, 4),
+    "copy, few SMs": (copy_rows, COPY | {"ROWS": 8}, 32),
+    "copy, decoded": (copy_rows, COPY | {"ROWS": 1, "UNITS": 8192, "BLOCK": 128, "sf_out": None}, 8),
     "combine": (combine_gather, COMBINE | {"ROWS": 1, "COLUMNS": 1024, "PARTS": 7}, 4),
     "combine, none pushed": (combine_gather, COMBINE | {"y": None, "ROWS": 1, "COLUMNS": 1024, "PARTS": 7}, 4),
     "combine, many tokens": (combine_gather, COMBINE | {"ROWS": 1, "COLUMNS": 8192, "PARTS": 1}, 16),
@@ -109,7 +118,7 @@ KERNELS = {
     "values, combined": (combine_values, VALUES, 4),
 }  # fmt: skip
 NO_ROWS = ("ready", "plan", "place", "values", "logfmt")  # LogFMT10 is made of words of 4 bytes, and limits of 2
-NO_SIGNAL = ("slots", "push", "place", "gradient", "values, sent", "logfmt encode")
+NO_SIGNAL = ("slots", "push", "copy", "place", "gradient", "values, sent", "logfmt encode")
 ON_CUDA = [(name, HOPPER) for name in KERNELS] + [(name, BLACKWELL) for name in ("slots fp8", "combine")]
 
 

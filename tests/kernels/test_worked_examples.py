@@ -57,7 +57,7 @@ def slots_example(group):
 def small_examples(group):
     use_interpreter()
     from expertwire.kernels.combine_recv import combine_gather
-    from expertwire.kernels.dispatch_recv import copy_rows
+    from expertwire.kernels.copy_rows import copy_rows
     from expertwire.kernels.dispatch_send import dispatch_send
     from expertwire.kernels.place import rows_of_slots
 
@@ -77,7 +77,18 @@ def small_examples(group):
         UE8M0=False, RECEIVE=True,
     )  # fmt: skip
     source, out = torch.arange(1, 17, dtype=torch.int32)[:, None].contiguous(), torch.zeros(16, 1, dtype=torch.int32)
-    copy_rows[(2,)](source, out, ints(3, 2), ints(0, 8), 8, GROUPS=2, ROWS=2, UNITS=1, units=1)
+    sizes = {"SF_UNITS": 1, "sf_bytes": 4, "META_UNITS": 4, "meta_bytes": 3, "UE8M0": False}
+    copied = [torch.zeros(16, dtype=torch.int32), torch.zeros(16, 3, dtype=torch.uint8)]
+    three = source.view(torch.uint8)[:, :3].contiguous()
+    copy_rows[(2,)](
+        source, out, source, copied[0], three, copied[1], ints(3, 2), ints(0, 8), 4,
+        GROUPS=2, ROWS=2, UNITS=1, row_bytes=4, BLOCK=0, **sizes,
+    )  # fmt: skip
+    codes, decoded = torch.tensor([[0x7E, 0xB8, 0x2A, 0x58]], dtype=torch.uint8), torch.zeros(1, 4).bfloat16()
+    copy_rows[(1,)](
+        codes, decoded, torch.ones(1, 1), None, None, None, ints(1), ints(0), 1,
+        GROUPS=1, ROWS=1, UNITS=4, row_bytes=4, BLOCK=4, **sizes,
+    )  # fmt: skip
     y, total = torch.tensor([[1.0], [3.0]]).bfloat16(), torch.zeros(1, 1, dtype=torch.bfloat16)
     combine_gather[(1,)](
         y, ints(0, 1, dtype=torch.int64)[None], torch.tensor([[0.5, 2.0]]), torch.ones(1, 1).bfloat16(), None,
@@ -88,7 +99,8 @@ def small_examples(group):
     owners, slots = ints(1, 0, 1), torch.zeros(1, 3, dtype=torch.int64)
     rows_of_slots[(1,)](owners, ints(3, 1 << 40 | 5, dtype=torch.int64), 3, slots, K=3, SENDS=2, ENTRIES=4)
     offsets = (addresses - memory.data_ptr()).tolist()
-    return where.tolist(), offsets, out.nonzero()[:, 0].tolist(), float(total), places(slots)
+    rows = [part.view(16, -1).any(1).nonzero()[:, 0].tolist() for part in (out, *copied)]
+    return where.tolist(), offsets, rows, decoded.tolist(), float(total), places(slots)
 
 
 def push_example(group):
@@ -175,10 +187,11 @@ def test_slots_of_one_rank(processes):
 
 
 def test_place_copy_and_combine(processes):
-    ((where, addresses, copied, total, slots),) = processes.run(small_examples, num_ranks=1)
+    ((where, addresses, copied, decoded, total, slots),) = processes.run(small_examples, num_ranks=1)
     assert where == [[10, 20], [21, 11]]
     assert addresses == [[160, 320], [336, 176]]
-    assert copied == [0, 1, 2, 8, 9]
+    assert copied == [[0, 1, 2, 8, 9]] * 3
+    assert decoded == [[448.0, -1.0, 0.3125, 16.0]]
     assert total == 7.5
     assert slots == [["1:5", "0:3", "1:5"]]
 

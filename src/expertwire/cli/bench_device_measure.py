@@ -87,6 +87,9 @@ class _DeviceBench:
         num_rows = self._case.rows_sent(self._oracle.inputs[self._rank][1])
         dispatched, summed = self._case.dispatch_bytes(num_rows), self._case.combine_bytes(num_rows)
         plain_there, plain_back = self._plain()
+        owned: dict[str, Callable[[], object]] = {
+            "expertwire, owned tensors": lambda: self._dispatch(buffer, counts="device").handle.release()
+        }
         ordinary: dict[str, Callable[[], object]] = {}
         if self._case.processes:  # rows that lie where peers can read them cost one copy less
             memory = buffer.combine_input(sent.handle)
@@ -94,7 +97,7 @@ class _DeviceBench:
             there, back, both = self._calls(buffer, sent, memory)
             ordinary = {"expertwire, ordinary tensor": lambda: buffer.combine(rows, sent.handle)}
         measured = [
-            self._measured("dispatch", dispatched, there, {}, plain_there, seconds),
+            self._measured("dispatch", dispatched, there, owned, plain_there, seconds),
             self._measured("combine", summed, back, ordinary, plain_back, seconds),
             self._measured("round trip", dispatched + summed, both, {}, None, seconds),
         ]

@@ -20,7 +20,8 @@ from expertwire._math import ceil_div
 from expertwire.kernels.combine_push import combine_push
 from expertwire.kernels.combine_recv import combine_gather
 from expertwire.kernels.combine_send import combine_send
-from expertwire.kernels.dispatch_recv import await_rows, copy_rows, export_values, give_back
+from expertwire.kernels.copy_rows import copy_rows
+from expertwire.kernels.dispatch_recv import await_rows, export_values, give_back
 from expertwire.kernels.dispatch_send import dispatch_send
 from expertwire.kernels.dispatch_slots import dispatch_slots
 from expertwire.kernels.launch import Launcher, Rest
@@ -32,9 +33,8 @@ from expertwire.kernels.tiles import (
     Tile,
     all_tiles,
     combine_tile,
+    copy_tile,
     pow2,
-    push_tile,
-    rows_together,
     send_tile,
     slots_tile,
 )
@@ -42,6 +42,7 @@ from expertwire.layouts.receive import Layout
 from expertwire.topology import Placement
 
 T = TypeVar("T")
+Copy = tuple[torch.Tensor, torch.Tensor | None]  # from, to
 FUSED_COMPARISONS = 1 << 16  # TOKENS * SLOTS * SLOTS that one block of `dispatch_slots` may make
 
 
@@ -172,21 +173,37 @@ class DeviceEngine:
             found = self.state.banks[bank]
             self.launch(give_back, 1, (bank,), (), lambda: ((found.words, found.epoch, self.rank), self._one_warp))
 
+    def _pieces(self, groups: int, rows: int) -> int:
+        """Into how many pieces a group is cut, of which each block of the largest grid gets about two: there may be few
+        rows in each of many groups, or all in one. A piece is made of chunks of so many rows."""
+        grid = self.most_blocks
+        return grid if groups <= 1 else min(ceil_div(2 * grid, groups), ceil_div(self.state.slot_room, rows))
+
     def copy_rows(
-        self, source: torch.Tensor, out: torch.Tensor, lengths: torch.Tensor, offsets: torch.Tensor, group_rows: int
+        self, step: Step, payload: Copy, sf: Copy | None = None, meta: Copy | None = None, *, decode: Rows | None = None
     ) -> None:
-        """Copy the rows in use: source [rows, bytes] uint8, out of any dtype; lengths, offsets int32 [groups]."""
-        unit = torch.int32 if source.shape[1] % 4 == 0 else torch.uint8
-        source, out = source.view(unit), out.view(unit)
-        units, groups = source.shape[1], lengths.numel()
-        many = rows_together(units)
-        grid = min(self.num_sms, groups * ceil_div(group_rows, many))
+        """Copy the rows that a step filled: payload, scale factors and routing, each from [rows, bytes] to a tensor of
+        any dtype. To `decode` rows of this kind, to bfloat16, scale factors are read only: (sf, None)."""
+        lengths, offsets = self.state.filled(step)
+        groups, tensors = lengths.numel(), [tensor for part in (payload, sf, meta) for tensor in part or (None, None)]
+        sizes = [0 if source is None else source.shape[1] * source.element_size() for source in tensors[::2]]
+        units = [size // 4 if size % 4 == 0 else size for size in sizes]
+        tile = copy_tile(units[0] if decode is None else self.hidden // 2, self.strict_sms and decode is None)
+        pieces = self._pieces(groups, tile.rows)
+
+        def rest() -> Rest:
+            columns = [pow2(count) for count in units]
+            if decode is not None:
+                columns[0] = decode.block * pow2(ceil_div(self.hidden, decode.block))
+            return (pieces,), {
+                "GROUPS": groups, "ROWS": tile.rows, "UNITS": columns[0], "row_bytes": sizes[0], "SF_UNITS": columns[1],
+                "sf_bytes": sizes[1], "META_UNITS": columns[2], "meta_bytes": sizes[2],
+                "BLOCK": decode.block if decode else 0, "UE8M0": bool(decode and decode.ue8m0), "num_warps": tile.warps,
+            }  # fmt: skip
+
         self.launch(
-            copy_rows, max(grid, 1), (unit, units, groups), (source, out, lengths, offsets, group_rows),
-            lambda: ((), {
-                "GROUPS": groups, "ROWS": many, "UNITS": pow2(units), "units": units,
-                "num_warps": max(4, min(32, pow2(many * units // 512))),
-            }),
+            copy_rows, max(1, min(self.most_blocks, groups * pieces)),
+            (groups, *sizes, decode, *dtypes_of(tensors)), (*tensors, lengths, offsets), rest,
         )  # fmt: skip
 
     # -- combine ---------------------------------------------------------------------------------------------------
@@ -203,14 +220,14 @@ class DeviceEngine:
         or not. Where peers cannot read y."""
         state, (lengths, offsets), num_places = self.state, self.state.filled(step), step.sends_to.shape[1]
         units, groups = self.hidden // 2, lengths.numel()
-        tile = push_tile(units, self.strict_sms)
-        grid = self.most_blocks
-        pieces = grid if groups <= 1 else min(ceil_div(2 * grid, groups), ceil_div(state.slot_room, tile.columns))
+        tile = copy_tile(units, self.strict_sms)
+        grid, chunk = self.most_blocks, 8 * tile.rows
+        pieces = self._pieces(groups, chunk)
 
         def rest() -> Rest:
-            targets = state.scratch(f"targets {step.bank}", torch.int64, grid * tile.columns)
+            targets = state.scratch(f"targets {step.bank}", torch.int64, grid * chunk)
             return (returned.bases[step.bank], self.rank, pieces, targets), {
-                "GROUPS": groups, "CHUNK": tile.columns, "ROWS": tile.rows, "UNITS": pow2(units), "units": units,
+                "GROUPS": groups, "CHUNK": chunk, "ROWS": tile.rows, "UNITS": tile.columns, "units": units,
                 "SENDS": num_places, "META": meta.shape[1], "OWN": own, "num_warps": tile.warps,
             }  # fmt: skip
 

@@ -1,4 +1,5 @@
-"""bfloat16 to e4m3 with a scale factor per block, bit-identical to `formats.fp8`, whose docstring has the arithmetic.
+"""bfloat16 to e4m3 with a scale factor per block and back, bit-identical to `formats.fp8`, whose docstring has the
+arithmetic.
 
 Both divisions are `div_rn`: a plain `/` differs in most scales. The dispatch kernels encode rows that they hold in
 registers.
@@ -65,3 +66,27 @@ def store_scales(
         tl.store(sf.to(tl.pointer_type(tl.uint8)) + line, scales.to(tl.uint8), mask=line < padded)
     else:
         tl.store(sf.to(tl.pointer_type(tl.int32)) + line, scales, mask=line < num_blocks)
+
+
+@triton.jit
+def decode_blocks(
+    payload, sf, row, out, hidden: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr, sf_bytes: tl.constexpr,
+    UE8M0: tl.constexpr,
+):  # fmt: skip
+    """One row of payload [rows, hidden] e4m3, with sf [rows, sf_bytes], to out [rows, hidden] bfloat16.
+
+    Scale factors are float32, or exponent bytes with UE8M0: of a row that was encoded, so no exponent is 0.
+    """
+    line = tl.arange(0, LINES)
+    if UE8M0:
+        exponents = tl.load(sf.to(tl.pointer_type(tl.uint8)) + row * sf_bytes + line, mask=line < sf_bytes, other=0)
+        bits = exponents.to(tl.int32) << 23
+        bits = tl.where(exponents == 255, NAN_BITS, bits)
+    else:
+        sf_units: tl.constexpr = sf_bytes // 4
+        bits = tl.load(sf.to(tl.pointer_type(tl.int32)) + row * sf_units + line, mask=line < sf_units, other=0)
+    columns = line[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    mask = columns < hidden
+    codes = tl.load(payload.to(tl.pointer_type(tl.uint8)) + row * hidden + columns, mask=mask, other=0)
+    values = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32) * bits.to(tl.float32, bitcast=True)[:, None]
+    tl.store(out.to(tl.pointer_type(tl.bfloat16)) + row * hidden + columns, values.to(tl.bfloat16), mask=mask)

@@ -56,16 +56,11 @@ def send_tile(
     return Tile(rows, lines, max(4, min(most_warps, rows * row_bytes // 2048)))
 
 
-def rows_together(units: int) -> int:
-    """How many rows of so many units one block per SM moves at a time."""
-    return max(1, min(8, 16384 // pow2(units)))
-
-
-def push_tile(units: int, strict: bool) -> Tile:
-    """`combine_push`: rows of so many units of 4 bytes; `columns` are the rows of a chunk. One row in many small
-    blocks, or, on a strict budget, several in one block per SM."""
-    rows = rows_together(units) if strict else 1
-    return Tile(rows, 8 * rows, max(4, min(32, pow2(rows * units // 512))))
+def copy_tile(units: int, strict: bool) -> Tile:
+    """Rows of so many units of 4 bytes that are moved as they are: one row in many small blocks, or, on a strict
+    budget, several in one block per SM."""
+    rows = max(1, min(8, 16384 // pow2(units))) if strict else 1
+    return Tile(rows, pow2(units), max(4, min(32, pow2(rows * units // 512))))
 
 
 @lru_cache(maxsize=4096)
