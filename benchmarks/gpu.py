@@ -339,7 +339,7 @@ def model_case(name, tokens, layout):
     out = torch.empty_like(x)
 
     def dispatch():
-        if layout is SLOTS:
+        if layout is SLOTS and engine.fits_fused():
             engine.dispatch_fused(x, step, places)
         else:
             engine.send(x, None, engine.planner.plan(step), step, places, receive=True)

@@ -271,6 +271,8 @@ class DeviceDispatcher:
         x, factors = self._windows[key]
         if step.layout is Layout.EXPERT_SLOTS:  # which `_shaped` makes other tensors of
             return x, factors
+        if num_rows == x.shape[0]:
+            return x.detach(), None if factors is None else factors.detach()
         return x[:num_rows], None if factors is None else factors[:num_rows]
 
     def _shaped(

@@ -43,7 +43,8 @@ from expertwire.topology import Placement
 
 T = TypeVar("T")
 Copy = tuple[torch.Tensor, torch.Tensor | None]  # from, to
-FUSED_COMPARISONS = 1 << 16  # TOKENS * SLOTS * SLOTS that one block of `dispatch_slots` may make
+_NO_COPY = (None, None)
+FUSED_SELECTIONS, FUSED_COMPARISONS = 1 << 11, 1 << 14  # beyond, a plan and a send are faster, as measured
 
 
 class DeviceEngine:
@@ -76,8 +77,10 @@ class DeviceEngine:
     # -- dispatch --------------------------------------------------------------------------------------------------
 
     def fits_fused(self) -> bool:
-        """Whether EXPERT_SLOTS may be dispatched in one launch: by one rank, for few tokens."""
-        return self.num_ranks == 1 and pow2(self.capacity) * self._slots * self._slots <= FUSED_COMPARISONS
+        """Whether EXPERT_SLOTS is dispatched in one launch: by one rank, for few tokens, each of whose blocks compares
+        its selections with all others."""
+        selections = pow2(self.capacity) * self._slots
+        return self.num_ranks == 1 and selections <= FUSED_SELECTIONS and selections * self._slots <= FUSED_COMPARISONS
 
     def dispatch_fused(self, x: torch.Tensor, step: Step, places: Places) -> None:
         state, rows, bank, num_tokens = self.state, places.rows, step.bank, x.shape[0]
@@ -131,12 +134,12 @@ class DeviceEngine:
             )  # fmt: skip
             return fixed, {
                 "R": self.num_ranks, "RANKS": self._ranks, "E": self.num_experts, "K": self.num_topk,
-                "SLOTS": self._slots, "TOKENS": plan.tokens, "KEYS": pow2(plan.tokens * self.num_topk),
-                "PLACE": plan.unplaced, "COMPACT": step.layout is Layout.COMPACT, "SENDS": step.sends_to.shape[1],
-                "ROWS": tile.rows, "LINES": tile.columns, "BLOCK": rows.block, "width": rows.width,
-                "unit_bytes": rows.unit_bytes, "sf_units": rows.sf_units, "SF_UNITS": pow2(rows.sf_units),
-                "sf_unit_bytes": rows.sf_unit_bytes, "FP8": rows.fp8, "UE8M0": rows.ue8m0, "RECEIVE": receive,
-                "num_warps": tile.warps,
+                "SLOTS": self._slots, "TOKENS": plan.tokens, "BLOCKS": self.planner.blocks(plan.tokens),
+                "KEYS": pow2(plan.tokens * self.num_topk), "PLACE": plan.unplaced,
+                "COMPACT": step.layout is Layout.COMPACT, "SENDS": step.sends_to.shape[1], "ROWS": tile.rows,
+                "LINES": tile.columns, "BLOCK": rows.block, "width": rows.width, "unit_bytes": rows.unit_bytes,
+                "sf_units": rows.sf_units, "SF_UNITS": pow2(rows.sf_units), "sf_unit_bytes": rows.sf_unit_bytes,
+                "FP8": rows.fp8, "UE8M0": rows.ue8m0, "RECEIVE": receive, "num_warps": tile.warps,
             }  # fmt: skip
 
         self.launch(
@@ -185,14 +188,14 @@ class DeviceEngine:
         """Copy the rows that a step filled: payload, scale factors and routing, each from [rows, bytes] to a tensor of
         any dtype. To `decode` rows of this kind, to bfloat16, scale factors are read only: (sf, None)."""
         lengths, offsets = self.state.filled(step)
-        groups, tensors = lengths.numel(), [tensor for part in (payload, sf, meta) for tensor in part or (None, None)]
-        sizes = [0 if source is None else source.shape[1] * source.element_size() for source in tensors[::2]]
-        units = [size // 4 if size % 4 == 0 else size for size in sizes]
-        tile = copy_tile(units[0] if decode is None else self.hidden // 2, self.strict_sms and decode is None)
+        groups, tensors = lengths.numel(), (*payload, *(sf or _NO_COPY), *(meta or _NO_COPY))
+        sizes = [0 if source is None else source.stride(0) * source.element_size() for source in tensors[::2]]
+        moved = sizes[0] if decode is None else 2 * self.hidden
+        tile = copy_tile(moved // 4 if moved % 4 == 0 else moved, self.strict_sms and decode is None)
         pieces = self._pieces(groups, tile.rows)
 
         def rest() -> Rest:
-            columns = [pow2(count) for count in units]
+            columns = [pow2(size // 4 if size % 4 == 0 else size) for size in sizes]
             if decode is not None:
                 columns[0] = decode.block * pow2(ceil_div(self.hidden, decode.block))
             return (pieces,), {

@@ -56,6 +56,7 @@ def send_tile(
     return Tile(rows, lines, max(4, min(most_warps, rows * row_bytes // 2048)))
 
 
+@lru_cache(maxsize=256)
 def copy_tile(units: int, strict: bool) -> Tile:
     """Rows of so many units of 4 bytes that are moved as they are: one row in many small blocks, or, on a strict
     budget, several in one block per SM."""
