@@ -48,25 +48,24 @@ NUMBERS = {
 }
 NUMBERS |= {"num_rows", "num_values", "num_places", "num_slots"}
 SIZES = {"R": 8, "RANKS": 8, "E": 256, "hidden": 7168, "BLOCK": 128}
-SLOTS = SIZES | {"BINS": 512, "K": 8, "SLOTS": 8, "TOKENS": 128, "LINES": 64, "PARTS": 1, "UE8M0": False}
+SLOTS = SIZES | {"EXPERTS": 256, "K": 8, "SLOTS": 8, "TOKENS": 128, "LINES": 64, "PARTS": 1, "UE8M0": False}
 SEND = SIZES | {
     "sf_in": None, "SENDS": 8, "LINES": 64, "width": 7168, "unit_bytes": 2, "SF_UNITS": 64, "sf_unit_bytes": 4,
-    "UE8M0": False, "RECEIVE": True, "K": 8, "SLOTS": 8, "TOKENS": 64, "BLOCKS": 64, "KEYS": 512, "PLACE": True,
-    "COMPACT": False,
+    "UE8M0": False, "RECEIVE": True, "K": 8, "SLOTS": 8, "TOKENS": 64, "KEYS": 512, "PLACE": True, "COMPACT": False,
     "topk_idx": None, "topk_weights": None, "indexes": None,
 }  # fmt: skip
 PLACED = {"PLACE": False, "keys": None, "block_counts": None, "first_rows": None}
 COMPACT = {k: v for k, v in SEND.items() if k not in ("topk_idx", "topk_weights", "indexes")}
-COMPACT |= {"COMPACT": True, "TOKENS": 128, "BLOCKS": 32, "KEYS": 1024}
+COMPACT |= {"COMPACT": True, "TOKENS": 128, "KEYS": 1024}
 COMBINE = SIZES | {
     "bias0": None, "bias1": None, "SENDS": 8, "WEIGHTED": True, "NUM_BIASES": 0, "TELL": True, "OWN": False,
     "PUBLISH": True, "RECEIVE": True, "AGAIN": False, "FINISH": True, "BY_RANK": False,
 }  # fmt: skip
 PLAN = SIZES | {
-    "K": 8, "SLOTS": 8, "TOKENS": 64, "EXPERTS": 256, "EXPERT_BINS": 512, "RANK_BINS": 16, "BLOCKS": 64, "COLUMNS": 256,
+    "K": 8, "SLOTS": 8, "TOKENS": 64, "EXPERTS": 256, "RANK_BINS": 8, "BLOCKS": 64, "COLUMNS": 256,
 }  # fmt: skip
 PLACES = {
-    "E": 256, "K": 8, "SLOTS": 8, "SENDS": 8, "TOKENS": 64, "BLOCKS": 64, "KEYS": 512, "payload_bytes": 7168,
+    "R": 8, "E": 256, "K": 8, "SLOTS": 8, "SENDS": 8, "TOKENS": 64, "KEYS": 512, "payload_bytes": 7168,
 }  # fmt: skip
 GRADIENT = {"GROUPS": 32, "GROUP_BINS": 32, "ROWS": 2, "COLUMNS": 2048, "hidden": 7168}
 LOGFMT = {"hidden": 7168, "CHUNK": 1024, "SENDS": 8, "META": 3}
@@ -180,9 +179,10 @@ def test_cuda(compiled, tmp_path, name, target):
     if name != "send fp8":
         assert registers <= 65536 // (32 * max(kernel.metadata.num_warps, 16)), "16 warps do not fit on an SM"
     # 32 warps leave 64 registers a thread: a few loop constants of the FP8 kernel spill, and it is still the fastest.
+    # The plan adds its blocks up in one table that spills a little: in two passes it takes 4 us longer.
     assert stack <= {
-        "plan, slots": 16,
-        "plan, ranks": 8,
+        "plan": 48,
+        "plan, slots": 40,
         "push, few SMs": 16,
         "send fp8, few SMs": 48,
         "send fp8 to experts, few SMs": 80,  # with Triton 3.6; 64 with 3.9

@@ -25,12 +25,12 @@ from expertwire.kernels.tally import add_dropped, add_rows
 @triton.jit
 def _count(
     topk_idx, counts, tally, home, num_tokens,
-    E: tl.constexpr, BINS: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr,
+    E: tl.constexpr, EXPERTS: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Rows per local expert; and tokens with a selection, which is what there is of rows between ranks."""
     ids = load_block(topk_idx, 0, num_tokens, E, K, SLOTS, TOKENS, True)
-    found = histogram(tl.reshape(ids, [TOKENS * SLOTS]), TOKENS * SLOTS, BINS)
-    expert = tl.arange(0, BINS)
+    found = histogram(ids, EXPERTS)
+    expert = tl.arange(0, EXPERTS)
     at_home = tl.load(home + expert, mask=expert < E, other=0)
     tl.store(per_expert(counts, 1) + (at_home & HOME_LOCAL), found, mask=expert < E)
     rows = tl.sum(tl.max((ids >= 0).to(tl.int32), axis=1), axis=0)
@@ -52,7 +52,7 @@ def _rows_before(ids, token, topk_idx, E: tl.constexpr, K: tl.constexpr, SLOTS: 
 @triton.jit(do_not_specialize=["num_tokens", "room"], launch_metadata=dispatch_slots_bytes)
 def dispatch_slots(
     x, topk_idx, where, counts, num_tokens, tally, rows, sf, meta, home, room,
-    E: tl.constexpr, BINS: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr,
+    E: tl.constexpr, EXPERTS: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr,
     hidden: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
     FP8: tl.constexpr, UE8M0: tl.constexpr, sf_bytes: tl.constexpr,
 ):  # fmt: skip
@@ -63,7 +63,7 @@ def dispatch_slots(
     """
     block = tl.program_id(0)
     if block == 0:
-        _count(topk_idx, counts, tally, home, num_tokens, E, BINS, K, SLOTS, TOKENS)
+        _count(topk_idx, counts, tally, home, num_tokens, E, EXPERTS, K, SLOTS, TOKENS)
     else:
         slot = tl.arange(0, SLOTS)
         for unit in range(block - 1, num_tokens * PARTS, tl.num_programs(0) - 1):

@@ -91,7 +91,7 @@ class DeviceEngine:
             def rest(tile: Tile = tile, parts: int = parts) -> Rest:
                 memory = (places.payload(bank), places.sf(bank), places.meta(bank))
                 return (state.tally, *memory, state.home, self.capacity), {
-                    "E": self.num_experts, "BINS": pow2(self.num_experts + 1), "K": self.num_topk,
+                    "E": self.num_experts, "EXPERTS": max(2, pow2(self.num_experts)), "K": self.num_topk,
                     "SLOTS": self._slots, "TOKENS": pow2(self.capacity), "hidden": self.hidden, "LINES": tile.columns,
                     "BLOCK": rows.block, "PARTS": parts, "FP8": rows.fp8, "UE8M0": rows.ue8m0,
                     "sf_bytes": rows.sf_bytes, "num_warps": tile.warps,
@@ -134,12 +134,12 @@ class DeviceEngine:
             )  # fmt: skip
             return fixed, {
                 "R": self.num_ranks, "RANKS": self._ranks, "E": self.num_experts, "K": self.num_topk,
-                "SLOTS": self._slots, "TOKENS": plan.tokens, "BLOCKS": self.planner.blocks(plan.tokens),
-                "KEYS": pow2(plan.tokens * self.num_topk), "PLACE": plan.unplaced,
-                "COMPACT": step.layout is Layout.COMPACT, "SENDS": step.sends_to.shape[1], "ROWS": tile.rows,
-                "LINES": tile.columns, "BLOCK": rows.block, "width": rows.width, "unit_bytes": rows.unit_bytes,
-                "sf_units": rows.sf_units, "SF_UNITS": pow2(rows.sf_units), "sf_unit_bytes": rows.sf_unit_bytes,
-                "FP8": rows.fp8, "UE8M0": rows.ue8m0, "RECEIVE": receive, "num_warps": tile.warps,
+                "SLOTS": self._slots, "TOKENS": plan.tokens, "KEYS": pow2(plan.tokens * self.num_topk),
+                "PLACE": plan.unplaced, "COMPACT": step.layout is Layout.COMPACT, "SENDS": step.sends_to.shape[1],
+                "ROWS": tile.rows, "LINES": tile.columns, "BLOCK": rows.block, "width": rows.width,
+                "unit_bytes": rows.unit_bytes, "sf_units": rows.sf_units, "SF_UNITS": pow2(rows.sf_units),
+                "sf_unit_bytes": rows.sf_unit_bytes, "FP8": rows.fp8, "UE8M0": rows.ue8m0, "RECEIVE": receive,
+                "num_warps": tile.warps,
             }  # fmt: skip
 
         self.launch(

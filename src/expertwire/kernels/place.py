@@ -42,7 +42,7 @@ from expertwire.kernels.tally import add_rows
 @triton.jit
 def place_experts(
     keys, block_counts, first_rows, home, row_bases, where, addresses, first, num_tokens, rank, meta_at,
-    K: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr,
+    R: tl.constexpr, E: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, payload_bytes: tl.constexpr,
 ):  # fmt: skip
     """EXPERT_*: ROWS tokens from `first` on, of TOKENS that were counted together.
@@ -61,7 +61,7 @@ def place_experts(
     theirs = tl.load(keys + block.to(tl.int64) * TOKENS * K + earlier, mask=earlier < end, other=-2)
     sends = key >= 0
     known = tl.maximum(key, 0)
-    index = tl.load(block_counts + known * BLOCKS + block, mask=sends, other=0)
+    index = tl.load(block_counts + block * (E + R) + known, mask=sends, other=0)
     first_row = tl.load(first_rows + known, mask=sends, other=0)
     owner = tl.load(home + known, mask=sends, other=0) >> HOME_RANK
     base = tl.load(row_bases + owner, mask=sends, other=0)
@@ -79,8 +79,8 @@ def place_experts(
 def place_ranks(
     topk_idx, topk_weights, keys, indexes, block_counts, first_rows, home, row_bases, where, addresses, first,
     num_tokens, rank, meta_at,
-    E: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, SENDS: tl.constexpr, TOKENS: tl.constexpr,
-    BLOCKS: tl.constexpr, ROWS: tl.constexpr, payload_bytes: tl.constexpr,
+    R: tl.constexpr, E: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, SENDS: tl.constexpr, TOKENS: tl.constexpr,
+    ROWS: tl.constexpr, payload_bytes: tl.constexpr,
 ):  # fmt: skip
     """COMPACT, likewise. topk_weights may be None: ones."""
     entry = tl.arange(0, ROWS * SLOTS)
@@ -90,7 +90,7 @@ def place_ranks(
     sends = key >= 0
     known = tl.maximum(key, 0)
     index = tl.load(indexes + token * K + slot, mask=sends, other=0)
-    index += tl.load(block_counts + (E + known) * BLOCKS + first // TOKENS, mask=sends, other=0)
+    index += tl.load(block_counts + first // TOKENS * (E + R) + E + known, mask=sends, other=0)
     first_row = tl.load(first_rows + E + known, mask=sends, other=0)
     base = tl.load(row_bases + known, mask=sends, other=0)
     row = (index + first_row).to(tl.int64)
@@ -127,20 +127,20 @@ def place_ranks(
 def place_rows(
     topk_idx, topk_weights, sends_to, num_tokens, keys, indexes, block_counts, first_rows, home, row_bases, addresses,
     rank, meta_at,
-    E: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, SENDS: tl.constexpr, TOKENS: tl.constexpr,
-    BLOCKS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, COMPACT: tl.constexpr, payload_bytes: tl.constexpr,
+    R: tl.constexpr, E: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, SENDS: tl.constexpr, TOKENS: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, COMPACT: tl.constexpr, payload_bytes: tl.constexpr,
 ):  # fmt: skip
     """The launch of its own: ROWS tokens a block."""
     first = tl.program_id(0) * ROWS
     if COMPACT:
         place_ranks(
             topk_idx, topk_weights, keys, indexes, block_counts, first_rows, home, row_bases, sends_to, addresses,
-            first, num_tokens, rank, meta_at, E, K, SLOTS, SENDS, TOKENS, BLOCKS, ROWS, payload_bytes,
+            first, num_tokens, rank, meta_at, R, E, K, SLOTS, SENDS, TOKENS, ROWS, payload_bytes,
         )  # fmt: skip
     else:
         place_experts(
             keys, block_counts, first_rows, home, row_bases, sends_to, addresses, first, num_tokens, rank, meta_at,
-            K, SLOTS, TOKENS, BLOCKS, ROWS, KEYS, payload_bytes,
+            R, E, K, SLOTS, TOKENS, ROWS, KEYS, payload_bytes,
         )  # fmt: skip
 
 

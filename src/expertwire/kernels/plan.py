@@ -41,11 +41,13 @@ EXPERT_SLOTS = tl.constexpr(2)
 
 
 @triton.jit
-def _load_table(block_counts, num_blocks, column, end, BLOCKS: tl.constexpr):
-    """Counts of all blocks [COLUMNS, BLOCKS], where they are, and the mask."""
+def _load_table(
+    block_counts, num_blocks, column, end, WIDTH: tl.constexpr, BLOCKS: tl.constexpr
+):  # fmt: skip
+    """Counts of all blocks [BLOCKS, COLUMNS], where they are, and the mask."""
     block = tl.arange(0, BLOCKS)
-    at = block_counts + column[:, None] * BLOCKS + block[None, :]
-    mask = (column < end)[:, None] & (block < num_blocks)[None, :]
+    at = block_counts + block[:, None] * WIDTH + column[None, :]
+    mask = (block < num_blocks)[:, None] & (column < end)[None, :]
     return tl.load(at, mask=mask, other=0), at, mask
 
 
@@ -55,8 +57,8 @@ def _add_blocks(
 ):  # fmt: skip
     """Turn the counts of blocks into counts before each block; their sums go to `totals` and, unless the step is void,
     to every peer."""
-    tl.store(at, tl.cumsum(counts, axis=1) - counts, mask=mask)
-    total = tl.sum(counts, axis=1)
+    tl.store(at, tl.cumsum(counts, axis=0) - counts, mask=mask)
+    total = tl.sum(counts, axis=0)
     tl.store(totals + column, total, mask=column < end)
     for peer in range(R):
         base = tl.load(count_bases + peer)
@@ -107,13 +109,13 @@ def plan_count(
     topk_idx, owners, counts, num_tokens, num_blocks, alignment, timeout_us,
     keys, indexes, block_counts, first_rows, totals, tally, word_bases, count_bases, home, by_owner, owner_start,
     epochs, tickets, status, rank, room, first_own, L,
-    R: tl.constexpr, RANKS: tl.constexpr, E: tl.constexpr, EXPERTS: tl.constexpr, EXPERT_BINS: tl.constexpr,
-    RANK_BINS: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr, BLOCKS: tl.constexpr,
+    R: tl.constexpr, RANKS: tl.constexpr, E: tl.constexpr, EXPERTS: tl.constexpr, RANK_BINS: tl.constexpr,
+    K: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr, BLOCKS: tl.constexpr,
     COLUMNS: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
     """Block b counts tokens [b * TOKENS, (b + 1) * TOKENS). Writes keys [T, K]: the expert, or the rank for COMPACT,
     whose rows a selection is numbered among, -1 = none; for COMPACT also indexes [T, K], the rows before it in its
-    block, and owners [T, K], the rank that serves it; block_counts [E + R, BLOCKS]; first_rows [E + R]; `counts`.
+    block, and owners [T, K], the rank that serves it; block_counts [num_blocks, E + R]; first_rows [E + R]; `counts`.
 
     by_owner [E] are experts in order of (owner, local id), owner_start [E] the position of the owner's first one, -1 if
     it is masked; those of this rank are L from position first_own on.
@@ -136,12 +138,11 @@ def plan_count(
         table = tl.sum(serves, axis=1)
         earlier = tl.cumsum(table, axis=0) - table
         tl.store(indexes + at, tl.sum(serves * earlier[:, None, :], axis=2), mask=listed)
-    experts = histogram(tl.reshape(ids, [TOKENS * SLOTS]), TOKENS * SLOTS, EXPERT_BINS)
-    ranks = histogram(tl.reshape(last, [TOKENS * SLOTS]), TOKENS * SLOTS, RANK_BINS)
-    bins = tl.arange(0, EXPERT_BINS)
-    tl.store(block_counts + bins * BLOCKS + block, experts, mask=bins < E)
+    experts, ranks = histogram(ids, EXPERTS), histogram(last, RANK_BINS)
+    bins = tl.arange(0, EXPERTS)
+    tl.store(block_counts + block * width + bins, experts, mask=bins < E)
     bins = tl.arange(0, RANK_BINS)
-    tl.store(block_counts + (E + bins) * BLOCKS + block, ranks, mask=bins < R)
+    tl.store(block_counts + block * width + E + bins, ranks, mask=bins < R)
     add_dropped(tally, topk_idx, block * TOKENS, num_tokens, ids, K, SLOTS, TOKENS, R)
     if ticket_acq_rel(tickets) == num_blocks - 1:
         tl.store(tickets, 0)
@@ -150,13 +151,13 @@ def plan_count(
         expert = tl.load(by_owner + position, mask=position < E, other=0)
         start = tl.load(owner_start + position, mask=position < E, other=0)
         source = tl.arange(0, RANKS)
-        of_ranks, ranks_at, ranks_mask = _load_table(block_counts, num_blocks, E + source, width, BLOCKS)
+        of_ranks, ranks_at, ranks_mask = _load_table(block_counts, num_blocks, E + source, width, width, BLOCKS)
         void = 0
         if R > 1:
             void = await_peers(word_bases, DONE, epoch - 1, rank, status, timeout_us, R, RANKS)
         for first in range(0, E, COLUMNS):
             column = first + tl.arange(0, COLUMNS)
-            of_experts, experts_at, experts_mask = _load_table(block_counts, num_blocks, column, E, BLOCKS)
+            of_experts, experts_at, experts_mask = _load_table(block_counts, num_blocks, column, E, width, BLOCKS)
             _add_blocks(of_experts, experts_at, experts_mask, totals, count_bases, rank, column, E, void, R, width)
         _add_blocks(of_ranks, ranks_at, ranks_mask, totals, count_bases, rank, E + source, width, void, R, width)
         tl.debug_barrier()

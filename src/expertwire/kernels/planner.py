@@ -20,7 +20,6 @@ LAYOUTS = {
     Layout.EXPERT_MAJOR: EXPERT_MAJOR.value,
     Layout.EXPERT_SLOTS: EXPERT_SLOTS.value,
 }
-COMPARISONS = 1 << 14  # of selections with each other that a block of `plan_count` makes
 
 
 def dtypes_of(tensors: Iterable[torch.Tensor | None]) -> list[torch.dtype | None]:
@@ -44,27 +43,23 @@ class Planner:
         self._counted = {compact: self._counted_together(compact) for compact in (False, True)}
 
     def _counted_together(self, compact: bool) -> int:
-        """How many tokens a block of `plan_count` counts: comparing them takes registers, adding up many blocks takes
-        the last one time."""
+        """How many tokens a block of `plan_count` counts: adding up many blocks takes the last one time, comparing many
+        selections with each other takes registers, here and, of EXPERT_*, in `place_experts`."""
         capacity, per_token = self.state.capacity, self._slots * max(self._slots, self._ranks if compact else 0)
-        tokens = max(1, min(128 if compact else 64, COMPARISONS // per_token))
-        while ceil_div(capacity, tokens) > 64 and 2 * tokens * per_token <= COMPARISONS:
-            tokens *= 2
-        while ceil_div(capacity, tokens) > 256 and tokens * per_token <= COMPARISONS:
+        tokens = max(1, min(128 if compact else 64, (1 << 14) // per_token))
+        while ceil_div(capacity, tokens) > 64 and 2 * tokens * per_token <= 1 << 15:
+            if not compact and 2 * tokens * self._slots > 1 << 10:
+                break
             tokens *= 2
         return tokens
-
-    def blocks(self, tokens: int) -> int:
-        """The width of a table of counts of blocks of so many tokens."""
-        return pow2(ceil_div(self.state.capacity, tokens))
 
     def tables(self, tokens: int) -> tuple[torch.Tensor, ...]:
         """Between the kernels of a plan: keys, indexes, counts of blocks, first rows; and, within the first of them,
         sums of the counts."""
         state = self.state
-        width = state.num_experts + state.num_ranks
+        width, blocks = state.num_experts + state.num_ranks, ceil_div(state.capacity, tokens)
         sizes = dict.fromkeys(("keys", "indexes"), state.capacity * state.num_topk)
-        sizes |= {"block_counts": width * self.blocks(tokens), "first_rows": width, "totals": width}
+        sizes |= {"block_counts": blocks * width, "first_rows": width, "totals": width}
         return tuple(state.scratch(name, torch.int32, size) for name, size in sizes.items())
 
     def plan(self, step: Step) -> Plan:
@@ -74,7 +69,7 @@ class Planner:
         num_blocks = max(1, ceil_div(num_tokens, tokens))
 
         def rest_of_count() -> Rest:
-            blocks, experts = self.blocks(tokens), pow2(state.num_experts)
+            blocks, experts = pow2(ceil_div(state.capacity, tokens)), max(2, pow2(state.num_experts))
             fixed: tuple[torch.Tensor | int, ...] = (
                 *self.tables(tokens), state.tally, bank.words, bank.counts, state.home, state.by_owner,
                 state.owner_start, bank.epoch, bank.ticket, state.status, state.rank, state.slot_room, state.first_own,
@@ -82,9 +77,9 @@ class Planner:
             )  # fmt: skip
             return fixed, {
                 "R": state.num_ranks, "RANKS": self._ranks, "E": state.num_experts, "EXPERTS": experts,
-                "EXPERT_BINS": pow2(state.num_experts + 1), "RANK_BINS": pow2(state.num_ranks + 1), "K": state.num_topk,
-                "SLOTS": self._slots, "TOKENS": tokens, "BLOCKS": blocks,
-                "COLUMNS": min(experts, max(16, 32768 // blocks)), "LAYOUT": LAYOUTS[step.layout], "num_warps": 16,
+                "RANK_BINS": max(2, self._ranks), "K": state.num_topk, "SLOTS": self._slots, "TOKENS": tokens,
+                "BLOCKS": blocks, "COLUMNS": min(experts, max(16, 32768 // blocks)), "LAYOUT": LAYOUTS[step.layout],
+                "num_warps": 16,
             }  # fmt: skip
 
         self.launch(
@@ -106,8 +101,8 @@ class Planner:
                 places.region.meta,
             )  # fmt: skip
             return fixed, {
-                "E": state.num_experts, "K": state.num_topk, "SLOTS": self._slots, "SENDS": step.sends_to.shape[1],
-                "TOKENS": tokens, "BLOCKS": self.blocks(tokens), "ROWS": rows, "KEYS": keys_at_once,
+                "R": state.num_ranks, "E": state.num_experts, "K": state.num_topk, "SLOTS": self._slots,
+                "SENDS": step.sends_to.shape[1], "TOKENS": tokens, "ROWS": rows, "KEYS": keys_at_once,
                 "COMPACT": compact, "payload_bytes": places.rows.payload_bytes, "num_warps": 8,
             }  # fmt: skip
 

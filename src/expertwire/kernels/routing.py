@@ -175,6 +175,7 @@ def last_of_rank(ranks, SLOTS: tl.constexpr):
 
 
 @triton.jit
-def histogram(keys, SIZE: tl.constexpr, BINS: tl.constexpr):
-    """How often each of 0..BINS - 2 occurs in keys [SIZE]; -1 goes to the last bin."""
-    return tl.histogram(tl.where(keys < 0, BINS - 1, keys), BINS)
+def histogram(keys, BINS: tl.constexpr):
+    """How often each of 0..BINS - 1 occurs in `keys`, of whatever shape; -1 does not count."""
+    keys = tl.ravel(keys)
+    return tl.histogram(tl.maximum(keys, 0), BINS, mask=keys >= 0)
