@@ -90,10 +90,11 @@ class DeviceDispatcher:
                 send(places)
                 if defer_receive:
                     engine.await_rows(step)
-                self._take(step, places, 1, dtypes, wire, zero_copy=zero_copy, cached=cached)
+                for each in _decoded_or_not(wire):
+                    self._take(step, places, 1, dtypes, each, zero_copy=zero_copy, cached=cached)
 
             kind = (
-                "dispatch", step.layout, rows, step.alignment, fused, cached, defer_receive, zero_copy,
+                "dispatch", step.layout, rows, dtypes, step.alignment, fused, cached, defer_receive, zero_copy,
                 step.topk_idx.dtype, step.topk_weights is None, differentiable,
             )  # fmt: skip
             steps.meet(kind, call, prepare)
@@ -339,6 +340,11 @@ class _LaterOfDispatch(Later):
         if step.layout is Layout.EXPERT_SLOTS:
             return found.view(num_groups, self._engine.state.slot_room, 3)
         return found
+
+
+def _decoded_or_not(wire: WireFormat | None) -> tuple[WireFormat | None, ...]:
+    """Both ways in which the receivers of a kind of call may ask for rows: each rank for itself."""
+    return (wire, replace(wire, decode=not wire.decode)) if isinstance(wire, FP8Block) else (wire,)
 
 
 def _first(rows: torch.Tensor, count: int) -> torch.Tensor:
