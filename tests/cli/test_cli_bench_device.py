@@ -149,7 +149,8 @@ def test_the_measurement_itself(monkeypatch, layout, wire):
     assert of_rank[0][1].num_bytes == 2 * 6 * 512 + rows * 512
     assert of_rank[0][0].samples["floor"] == [of_rank[0][0].num_bytes / 1e9]
     assert list(of_rank[0][0].samples) == [
-        "expertwire", "expertwire, eager", "host time of an eager call", "plain torch", "floor"
+        "expertwire", "expertwire, owned tensors", "expertwire, eager", "host time of an eager call", "plain torch",
+        "floor",
     ]  # fmt: skip
     assert {10, 40} == set(calls)
 
