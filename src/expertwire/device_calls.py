@@ -116,15 +116,17 @@ class DeviceDispatcher:
                 step.void.zero_()
                 raise steps.void(bank)
             num_rows, fields = self._counts(step, places, known)
-            taken = self._take(step, places, num_rows, dtypes, wire, zero_copy=zero_copy, cached=cached)
-            fields["x"], fields["sf"] = self._shaped(step.layout, *taken[:2], wire)
+            received, factors, meta = self._take(
+                step, places, num_rows, dtypes, wire, zero_copy=zero_copy, cached=cached
+            )
+            fields["x"], fields["sf"] = self._shaped(step.layout, received, factors, wire)
             if zero_copy:
                 handle._on_finish = lambda: self._finish(epoch, bank, places)
             else:
                 self._finish(epoch, bank, places)
             if not cached:
                 held, borrowed = epoch if zero_copy else None, self._borrows(zero_copy)
-                handle._arrived = Arrived(step, num_rows, exact, held, taken[2], places, borrowed, masked, restarts)
+                handle._arrived = Arrived(step, num_rows, exact, held, meta, places, borrowed, masked, restarts)
             fields["_later"], fields["missing_ranks"] = _LaterOfDispatch(engine, step, handle._arrived), masked
             if differentiable:
                 weights = None if cached else fields["_later"].topk_weights()

@@ -190,17 +190,15 @@ class DeviceEngine:
         lengths, offsets = self.state.filled(step)
         groups, tensors = lengths.numel(), (*payload, *(sf or _NO_COPY), *(meta or _NO_COPY))
         sizes = [0 if source is None else source.stride(0) * source.element_size() for source in tensors[::2]]
-        moved = sizes[0] if decode is None else 2 * self.hidden
-        tile = copy_tile(moved // 4 if moved % 4 == 0 else moved, self.strict_sms and decode is None)
+        units = [size // 4 if size % 4 == 0 else size for size in sizes]
+        tile = copy_tile(units[0] if decode is None else self.hidden // 2, self.strict_sms and decode is None)
         pieces = self._pieces(groups, tile.rows)
 
         def rest() -> Rest:
-            columns = [pow2(size // 4 if size % 4 == 0 else size) for size in sizes]
-            if decode is not None:
-                columns[0] = decode.block * pow2(ceil_div(self.hidden, decode.block))
+            columns = tile.columns if decode is None else decode.block * pow2(ceil_div(self.hidden, decode.block))
             return (pieces,), {
-                "GROUPS": groups, "ROWS": tile.rows, "UNITS": columns[0], "row_bytes": sizes[0], "SF_UNITS": columns[1],
-                "sf_bytes": sizes[1], "META_UNITS": columns[2], "meta_bytes": sizes[2],
+                "GROUPS": groups, "ROWS": tile.rows, "UNITS": columns, "row_bytes": sizes[0],
+                "SF_UNITS": pow2(units[1]), "sf_bytes": sizes[1], "META_UNITS": pow2(units[2]), "meta_bytes": sizes[2],
                 "BLOCK": decode.block if decode else 0, "UE8M0": bool(decode and decode.ue8m0), "num_warps": tile.warps,
             }  # fmt: skip
 

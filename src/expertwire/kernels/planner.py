@@ -47,9 +47,8 @@ class Planner:
         selections with each other takes registers, here and, of EXPERT_*, in `place_experts`."""
         capacity, per_token = self.state.capacity, self._slots * max(self._slots, self._ranks if compact else 0)
         tokens = max(1, min(128 if compact else 64, (1 << 14) // per_token))
-        while ceil_div(capacity, tokens) > 64 and 2 * tokens * per_token <= 1 << 15:
-            if not compact and 2 * tokens * self._slots > 1 << 10:
-                break
+        most = (1 << 15) // per_token if compact else min((1 << 15) // per_token, (1 << 10) // self._slots)
+        while ceil_div(capacity, tokens) > 64 and 2 * tokens <= most:
             tokens *= 2
         return tokens
 
