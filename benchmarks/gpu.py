@@ -1,14 +1,13 @@
 """The kernels on a GPU: are they right, and how long do they take?
 
-    python benchmarks/gpu.py check decode virtual prefill models waiting host soak --out results.json
+    python benchmarks/gpu.py check decode virtual prefill models waiting soak --out results.json
 
 check     bit for bit against the oracle, virtual ranks 1, 2, 4, 8
 decode    one rank, few tokens, EXPERT_SLOTS: kernel times from the profiler (median of 30), and plain torch
 virtual   2, 4, 8 ranks that share the card, one graph: time of a replay
 prefill   4096 tokens: COMPACT with 24 SMs per rank, EXPERT_MAJOR on the whole card; copies of the same bytes
-waiting   how long a matrix product takes to come through while another stream's launch waits in so many blocks
 models    the shapes of models that people serve, one rank: decode and prefill against a copy of the same bytes
-host      eager calls of `Buffer` against a graph of them: host and device time of a call
+waiting   how long a matrix product takes to come through while another stream's launch waits in so many blocks
 soak      many round trips of integer payloads, every sum compared, eager and in a graph
 """
 
@@ -29,12 +28,10 @@ from gpu_ranks import WIRES, Layout, Ranks, Shape
 import expertwire as ew
 from expertwire import reference
 from expertwire.cli.bench_report import commit
-from expertwire.formats import FP8Block
 from expertwire.kernels.dispatch_recv import await_rows
 from expertwire.layouts.device_window import SOURCE_WORDS
-from expertwire.testing import first_mismatch, payload, random_rows, random_weights, round_robin, uniform_routing
-from expertwire.testing.gpu_timing import eager, kernel_times, median, replay
-from expertwire.testing.gpu_timing import host as host_time
+from expertwire.testing import first_mismatch, payload, round_robin
+from expertwire.testing.gpu_timing import kernel_times, median, replay
 from expertwire.topology import Placement
 
 SLOTS, MAJOR, COMPACT = Layout.EXPERT_SLOTS, Layout.EXPERT_MAJOR, Layout.COMPACT
@@ -395,31 +392,7 @@ def waiting(seconds=0.5):
 # -- Buffer ------------------------------------------------------------------------------------------------------------
 
 
-def host():
-    """Eager calls against a graph of the same calls, one rank, 128 tokens."""
-
-    def work(rank):
-        options = {"num_experts": 256, "hidden": 7168, "num_topk": 8, "num_max_tokens_per_rank": 128}
-        with ew.Buffer(rank, device="cuda", validate=False, max_in_flight=1, **options) as buf:
-            x = random_rows(0, 128, 7168).cuda()
-            ids, weights = uniform_routing(0, 128, 8, 256).cuda(), random_weights(0, 128, 8).cuda()
-            y = torch.randn(256, 128, 7168, device="cuda").bfloat16()
-
-            def call():
-                sent = buf.dispatch(
-                    x, ids, weights, layout=SLOTS, wire=FP8Block(), counts="device", zero_copy=True
-                )  # fmt: skip
-                return buf.combine(y, sent.handle).x
-
-            for _ in range(20):
-                call()
-            note(
-                host="dispatch + combine", host_us=1e6 * median(host_time(call, 50)),
-                eager_us=1e6 * median(eager(call, 50)), graph_us=graph_time(call),
-                window_bytes=buf._engine.runtime.engine.state.total_bytes,
-            )  # fmt: skip
-
-    ew.World(1, device="cuda").run(work)
+# -- soak -------------------------------------------------------------------------------------------------------------
 
 
 def soak(trips=10_000):
@@ -476,7 +449,7 @@ def soak(trips=10_000):
             )  # fmt: skip
 
 
-PARTS = {part.__name__: part for part in (check, decode, virtual, prefill, models, waiting, host, soak)}
+PARTS = {part.__name__: part for part in (check, decode, virtual, prefill, models, waiting, soak)}
 
 
 def main():
