@@ -116,8 +116,8 @@ def differences(where, shape, layout, places, bank, step, mine, out, summed):
     meta = places.meta(bank)[:rows].cpu()
     used = torch.ones(rows, dtype=torch.bool)
     pairs = {
-        "tokens": (step.expert_counts.cpu(), mine.num_tokens_per_expert),
-        "per rank": (step.rank_counts.cpu(), mine.num_tokens_per_rank),
+        "tokens": (step.expert_counts.tensor().cpu(), mine.num_tokens_per_expert),
+        "per rank": (step.rank_counts.tensor().cpu(), mine.num_tokens_per_rank),
         "sums": (out.cpu(), summed.x),
     }
     if layout is COMPACT:
@@ -199,7 +199,7 @@ def decode_case(tokens, experts):
 
     def dispatch_owned():
         engine.dispatch_fused(x, step, places)
-        engine.copy_rows(step, *owned)
+        engine.copy_rows(places, step, *owned)
 
     torch_dispatch, torch_combine = plain_torch(x, ranks.ids[0], ranks.weights[0], experts)
     rows = torch.randn(8 * tokens, 7168, device="cuda").bfloat16()

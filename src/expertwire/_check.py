@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -68,14 +67,12 @@ def shape(num_experts: Any, hidden: Any, num_topk: Any, num_max_tokens_per_rank:
         )
 
 
-_device = lru_cache(torch.device)
-
-
-def _is_on(seen: torch.device, wanted: torch.device) -> bool:
-    return seen.type == wanted.type and wanted.index is None
+CPU = torch.device("cpu")
 
 
 def _fits(shape: torch.Size, dims: tuple[int | None, ...]) -> bool:
+    if dims[0] is None and shape[1:] == dims[1:]:
+        return len(shape) > 0
     return len(shape) == len(dims) and not [d for d, n in zip(dims, shape, strict=True) if d is not None and d != n]
 
 
@@ -86,7 +83,7 @@ def tensor(
     dtypes: tuple[torch.dtype, ...] | None,
     dims: tuple[int | None, ...],
     meaning: str = "{}",
-    device: str = "cpu",
+    device: torch.device = CPU,
 ) -> torch.Tensor:
     """A contiguous tensor on `device`, of one of `dtypes` (None: any) and of shape `dims` (None: any size), which
     errors describe by `meaning`, with `dims` in place of {}."""
@@ -95,8 +92,8 @@ def tensor(
     elif dtypes is not None and value.dtype not in dtypes:
         names = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
         problem = f"have dtype {names}, got {str(value.dtype).removeprefix('torch.')}"
-    elif value.device != _device(device) and not _is_on(value.device, _device(device)):
-        problem = f"be on the buffer's device {device!r}, got {str(value.device)!r}"
+    elif value.device != device:
+        problem = f"be on the buffer's device {str(device)!r}, got {str(value.device)!r}"
     elif value.layout is not torch.strided:
         problem = f"be a dense tensor, got {value.layout}"
     elif value.shape != dims and not _fits(value.shape, dims):

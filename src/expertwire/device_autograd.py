@@ -147,7 +147,9 @@ class DeviceGradients:
         came = None
         if sent is not None and y is None:
             found = sent.payload(step.bank).view(torch.float32)[: arrived.num_rows]
-            came = torch.where(torch.arange(len(found), device=found.device)[:, None] < step.num_rows, found, 0.0)
+            came = torch.where(
+                torch.arange(len(found), device=found.device)[:, None] < step.num_rows.tensor(), found, 0.0
+            )
         if not rehearsing:
             engine.give_back(step.bank, places)
             self._steps.dispatches.end(epoch)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from expertwire.errors import InvalidArgument
 from expertwire.formats import BF16, FP8Block, WireFormat
 from expertwire.formats.fp8 import column_major
 from expertwire.handle import Dispatched, Handle
-from expertwire.kernels.engine import DeviceEngine, Places, Rows, Step
+from expertwire.kernels.engine import Copy, DeviceEngine, Places, Rows, Step
 from expertwire.kernels.poison import poison
 from expertwire.kernels.runtime import DeviceRuntime
 from expertwire.layouts.device_window import SOURCE_WORDS
@@ -41,7 +42,8 @@ class DeviceDispatcher:
         self._engine, self._state, self._rank = runtime.engine, runtime.engine.state, runtime.engine.rank
         self._validate, self._raise_if_full = validate, raise_if_full
         self._meaning, self._fits_fused = f"[num_tokens, {settings.hidden}]", self._engine.fits_fused()
-        self._windows: dict[tuple[Places, int, Dtypes], tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self._places: dict[tuple[object, ...], Places] = {}  # of each kind of call
+        self._windows: dict[tuple[Places, int, Dtypes], tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]] = {}
 
     def __call__(
         self, x: Any, topk_idx: Any, topk_weights: Any, handle: Any, layout: Any, expert_alignment: Any, wire: Any,
@@ -85,24 +87,27 @@ class DeviceDispatcher:
                     plan = engine.planner.repeat(step, places) if cached else engine.planner.plan(step)
                     engine.send(payload, sf, plan, step, places, receive=not defer_receive)
 
-            def prepare() -> None:
-                places = self._state.places(step.layout, rows, step.alignment)
-                send(places)
-                if defer_receive:
-                    engine.await_rows(step)
-                for each in _decoded_or_not(wire):
-                    self._take(step, places, 1, dtypes, each, zero_copy=zero_copy, cached=cached)
-
             kind = (
                 "dispatch", step.layout, rows, dtypes, step.alignment, fused, cached, defer_receive, zero_copy,
                 step.topk_idx.dtype, step.topk_weights is None, differentiable,
             )  # fmt: skip
-            steps.meet(kind, call, prepare)
+            places = self._places.get(kind)
+            if places is None:
+
+                def prepare() -> None:
+                    places = self._state.places(step.layout, rows, step.alignment)
+                    send(places)
+                    if defer_receive:
+                        engine.await_rows(step)
+                    for each in _decoded_or_not(wire):
+                        self._take(step, places, 1, dtypes, each, zero_copy=zero_copy, cached=cached)
+
+                steps.meet(kind, call, prepare)
+                places = self._places[kind] = self._state.places(step.layout, rows, step.alignment)
         except BaseException as error:
             (steps.dispatches.cancel if self._state.capturing else steps.dispatches.end)(epoch)
             steps.refuse("dispatch", bank, call, error)
             raise
-        places = self._state.places(step.layout, rows, step.alignment)
         send(places)
 
         def complete() -> dict[str, Any]:
@@ -113,13 +118,12 @@ class DeviceDispatcher:
             if known is not None and engine.num_ranks > 1 and known[-1]:
                 self._finish(epoch, bank, places)
                 handle.finished = handle.finished or not cached
-                step.void.zero_()
+                step.void.tensor().zero_()
                 raise steps.void(bank)
             num_rows, fields = self._counts(step, places, known)
-            received, factors, meta = self._take(
+            fields["x"], fields["sf"], meta = self._take(
                 step, places, num_rows, dtypes, wire, zero_copy=zero_copy, cached=cached
             )
-            fields["x"], fields["sf"] = self._shaped(step.layout, received, factors, wire)
             if zero_copy:
                 handle._on_finish = lambda: self._finish(epoch, bank, places)
             else:
@@ -157,9 +161,9 @@ class DeviceDispatcher:
         if isinstance(x, tuple):
             if wire is not None or len(x) != 2:
                 raise InvalidArgument(f"rank {rank}: rows given as (payload, sf) are a pair and travel with wire=None")
-            payload = _check.tensor(rank, "x[0]", x[0], None, (None, None), "[num_tokens, width]", settings.device)
+            payload = _check.tensor(rank, "x[0]", x[0], None, (None, None), "[num_tokens, width]", self._state.device)
             sf = _check.tensor(
-                rank, "x[1]", x[1], None, (payload.shape[0], None), "[num_tokens, scales]", settings.device
+                rank, "x[1]", x[1], None, (payload.shape[0], None), "[num_tokens, scales]", self._state.device
             )
             rows = Rows.opaque(payload.shape[1] * payload.element_size(), sf.shape[1] * sf.element_size())
             _check.row_fits(
@@ -170,11 +174,9 @@ class DeviceDispatcher:
             factors = aligned(sf).view(torch.uint8).view(units[rows.sf_unit_bytes])
             dtypes: Dtypes = (payload.dtype, sf.dtype)
         else:
-            wire = wire or BF16()
-            dims = (None, settings.hidden)
-            found = _check.tensor(rank, "x", x, (torch.bfloat16,), dims, self._meaning, settings.device)
-            rows, factors = Rows.of_wire(wire, settings.hidden), None
-            dtypes = (wire.payload_dtype, wire.sf_dtype)
+            dims, factors = (None, settings.hidden), None
+            found = _check.tensor(rank, "x", x, (torch.bfloat16,), dims, self._meaning, self._state.device)
+            rows, dtypes = _rows_of(wire, settings.hidden)
         _check.tokens(rank, "x", found.shape[0], settings.num_max_tokens_per_rank)
         if found.data_ptr() % 16:
             raise InvalidArgument(f"rank {rank}: x must begin at a multiple of 16 bytes")
@@ -185,9 +187,9 @@ class DeviceDispatcher:
         if topk_idx is None:
             raise InvalidArgument(f"rank {rank}: topk_idx is missing; pass it, or the handle of an earlier dispatch")
         dims = (num_tokens, settings.num_topk)
-        _check.tensor(rank, "topk_idx", topk_idx, (torch.int32, torch.int64), dims, device=settings.device)
+        _check.tensor(rank, "topk_idx", topk_idx, (torch.int32, torch.int64), dims, device=self._state.device)
         if topk_weights is not None:
-            _check.tensor(rank, "topk_weights", topk_weights, (torch.float32,), dims, device=settings.device)
+            _check.tensor(rank, "topk_weights", topk_weights, (torch.float32,), dims, device=self._state.device)
         if self._validate and exact:  # only where the call waits for the device anyway, and then on every rank
             ids = topk_idx if num_tokens else self._state.home[:1]
             ends = torch.stack(torch.aminmax(ids)).clamp(-(1 << 31), (1 << 31) - 1).to(torch.int32)
@@ -230,65 +232,73 @@ class DeviceDispatcher:
         self, step: Step, places: Places, num_rows: int, dtypes: Dtypes, wire: WireFormat | None, *, zero_copy: bool,
         cached: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:  # fmt: skip
-        """The first `num_rows` rows of the bank with scale factors and routing: views, or copies of the rows in use,
-        all of which one launch makes. The routing of a `cached` dispatch is that of its handle."""
-        payload, sf, meta = places.payload(step.bank), places.sf(step.bank), places.meta(step.bank)
-        kept, routing = _first(meta, num_rows), None
+        """The first `num_rows` rows of the bank with scale factors, in the shape of the layout, and routing: views, or
+        copies of the rows in use, all of which one launch makes. The routing of a `cached` dispatch is that of its
+        handle."""
+        x, sf, meta = self._window(step, places, dtypes)
+        fp8, routing = wire if isinstance(wire, FP8Block) else None, None
+        if num_rows != meta.shape[0]:
+            meta = meta[:num_rows]
         if not cached and not self._borrows(zero_copy):  # others may write the bank before the handle is done with
-            kept = torch.empty_like(kept)
-            routing = (meta, kept)
-        if isinstance(wire, FP8Block) and wire.decode:
-            assert sf is not None
-            x = self._own(torch.bfloat16, num_rows, self._settings.hidden)
-            self._engine.copy_rows(step, (payload, x), (sf, None), routing, decode=places.rows)
-            return x, None, kept
-        if zero_copy:
+            routing = (meta, torch.empty_like(meta))
+            meta = routing[1]
+        if not zero_copy or (fp8 and fp8.decode):
+            x, sf = self._copied(step, places, num_rows, x, sf, routing, decode=fp8 is not None and fp8.decode)
+        else:
             if routing is not None:
-                self._engine.copy_rows(step, routing)
-            return *self._window(step, places, num_rows, dtypes), kept
-        x, scales = self._own(dtypes[0], num_rows, payload.shape[1] // dtypes[0].itemsize), None
-        if sf is not None and dtypes[1] is not None:
-            scales = (sf, self._own(dtypes[1], num_rows, sf.shape[1] // dtypes[1].itemsize))
-        self._engine.copy_rows(step, (payload, x), scales, routing)
-        return x, scales and scales[1], kept
-
-    def _own(self, dtype: torch.dtype, num_rows: int, width: int) -> torch.Tensor:
-        out = self._state.empty(dtype, num_rows, width)
-        if self._state.debug_poison:
-            poison(out)
-        return out
+                self._engine.copy_rows((places, "routing"), step, routing)
+            most = None if step.layout is Layout.EXPERT_SLOTS or num_rows == x.shape[0] else num_rows
+            x, sf = _another(x, most), None if sf is None else _another(sf, most)
+        if sf is not None and fp8 and fp8.sf_layout == "column":
+            sf = column_major(sf)
+        return x, sf, meta
 
     def _borrows(self, zero_copy: bool) -> bool:
         """Whether a handle keeps the routing in the window, and not a copy."""
         return zero_copy and not self._state.pushes
 
     def _window(
-        self, step: Step, places: Places, num_rows: int, dtypes: Dtypes
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Views of a bank stay the same, but each caller gets tensors of his own: he may want gradients of them."""
+        self, step: Step, places: Places, dtypes: Dtypes
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """All rows of a bank with scale factors, in the shape of the layout, and their routing. The same tensors every
+        time, so callers get others: they may want gradients of them."""
         key = (places, step.bank, dtypes)
-        if key not in self._windows:
+        found = self._windows.get(key)
+        if found is None:
             most, sf = self._most_rows(step, places), places.sf(step.bank)
-            x = _first(places.payload(step.bank), most).view(dtypes[0])
-            self._windows[key] = x, None if sf is None or dtypes[1] is None else _first(sf, most).view(dtypes[1])
-        x, factors = self._windows[key]
-        if step.layout is Layout.EXPERT_SLOTS:  # which `_shaped` makes other tensors of
-            return x, factors
-        if num_rows == x.shape[0]:
-            return x.detach(), None if factors is None else factors.detach()
-        return x[:num_rows], None if factors is None else factors[:num_rows]
+            x = places.payload(step.bank)[:most].view(dtypes[0])
+            factors = None if sf is None or dtypes[1] is None else sf[:most].view(dtypes[1])
+            if step.layout is Layout.EXPERT_SLOTS:
+                groups = (self._state.num_local_experts, self._state.slot_room)
+                x = x.view(*groups, x.shape[1])
+                factors = None if factors is None else factors.view(*groups, factors.shape[1])
+            found = self._windows[key] = x, factors, places.meta(step.bank)[:most]
+        return found
 
-    def _shaped(
-        self, layout: Layout, x: torch.Tensor, factors: torch.Tensor | None, wire: WireFormat | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Rows and scale factors in the shape of the layout, in the order of the wire format."""
-        if layout is Layout.EXPERT_SLOTS:
-            groups = (self._state.num_local_experts, self._state.slot_room)
-            x = x.view(*groups, x.shape[1])
-            factors = None if factors is None else factors.view(*groups, factors.shape[1])
-        if factors is not None and isinstance(wire, FP8Block) and wire.sf_layout == "column":
-            factors = column_major(factors)
-        return x, factors
+    def _copied(
+        self, step: Step, places: Places, num_rows: int, x: torch.Tensor, sf: torch.Tensor | None,
+        routing: Copy | None, *, decode: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        """As many rows as these views of `_window`, in tensors of their own."""
+        rows = x.shape[:-1] if step.layout is Layout.EXPERT_SLOTS else (num_rows,)
+        payload, factors, scales = places.payload(step.bank), places.sf(step.bank), None
+        kind = (places, x.dtype, None if sf is None else sf.dtype, routing is None)
+        if decode:
+            assert factors is not None
+            out = self._own(torch.bfloat16, *rows, self._settings.hidden)
+            self._engine.copy_rows(kind, step, (payload, out), (factors, None), routing, decode=places.rows)
+            return out, None
+        out = self._own(x.dtype, *rows, x.shape[-1])
+        if factors is not None and sf is not None:
+            scales = (factors, self._own(sf.dtype, *rows, sf.shape[-1]))
+        self._engine.copy_rows(kind, step, (payload, out), scales, routing)
+        return out, scales and scales[1]
+
+    def _own(self, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        out = self._state.empty(dtype, *shape)
+        if self._state.debug_poison:
+            poison(out)
+        return out
 
 
 class _LaterOfDispatch(Later):
@@ -299,16 +309,16 @@ class _LaterOfDispatch(Later):
         self._engine, self._step, self._arrived = engine, step, arrived
 
     def num_tokens_per_expert(self) -> torch.Tensor:
-        return self._step.expert_counts
+        return self._step.expert_counts.tensor()
 
     def num_padded_tokens_per_expert(self) -> torch.Tensor:
-        return self._step.padded_counts
+        return self._step.padded_counts.tensor()
 
     def num_tokens_per_rank(self) -> torch.Tensor:
-        return self._step.rank_counts
+        return self._step.rank_counts.tensor()
 
     def expert_offsets(self) -> torch.Tensor | None:
-        return None if self._step.layout is Layout.COMPACT else self._step.offsets
+        return None if self._step.layout is Layout.COMPACT else self._step.offsets.tensor()
 
     def topk_idx(self) -> torch.Tensor | None:
         if self._step.layout is not Layout.COMPACT:
@@ -325,7 +335,7 @@ class _LaterOfDispatch(Later):
     def _used(self) -> torch.Tensor:
         """[rows, 1] of COMPACT: whether a row came."""
         step, meta = self._arrived.step, self._arrived.meta
-        return (torch.arange(meta.shape[0], device=meta.device) < step.num_rows)[:, None]
+        return (torch.arange(meta.shape[0], device=meta.device) < step.num_rows.tensor())[:, None]
 
     def row_source(self) -> torch.Tensor | None:
         step, found = self._arrived.step, self._arrived.meta
@@ -335,9 +345,10 @@ class _LaterOfDispatch(Later):
         if not num_groups:  # no rows arrive, but there is as much memory as on the others
             found = torch.where(self._used(), found, -1)
         elif found.shape[0]:
-            group = torch.searchsorted(step.offsets, row, right=True) - 1
+            offsets, counts = step.offsets.tensor(), step.expert_counts.tensor()
+            group = torch.searchsorted(offsets, row, right=True) - 1
             known = group.clamp(max=num_groups - 1)
-            used = (group == known) & (row - step.offsets[known] < step.expert_counts[known])
+            used = (group == known) & (row - offsets[known] < counts[known])
             found = torch.where(used[:, None], found, -1)
         if step.layout is Layout.EXPERT_SLOTS:
             return found.view(num_groups, self._engine.state.slot_room, 3)
@@ -349,8 +360,16 @@ def _decoded_or_not(wire: WireFormat | None) -> tuple[WireFormat | None, ...]:
     return (wire, replace(wire, decode=not wire.decode)) if isinstance(wire, FP8Block) else (wire,)
 
 
-def _first(rows: torch.Tensor, count: int) -> torch.Tensor:
-    return rows if count == rows.shape[0] else rows[:count]
+def _another(t: torch.Tensor, count: int | None) -> torch.Tensor:
+    """A tensor in the same memory, of so many rows or all."""
+    return t.detach() if count is None else t[:count]
+
+
+@lru_cache(maxsize=64)
+def _rows_of(wire: BF16 | FP8Block | None, hidden: int) -> tuple[Rows, Dtypes]:
+    """How rows in this format travel and arrive."""
+    wire = wire or BF16()
+    return Rows.of_wire(wire, hidden), (wire.payload_dtype, wire.sf_dtype)
 
 
 def rehearse(device: torch.device) -> None:

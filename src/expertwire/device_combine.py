@@ -176,7 +176,7 @@ class DeviceCombiner:
         seen_at = self._state.seen_at(y, step, places)
         if seen_at is None or engine.launch.compiling:
             if over_rows:
-                engine.copy_rows(step, (y.view(-1, self._settings.hidden), places.output(step.bank)))
+                engine.copy_rows(places, step, (y.view(-1, self._settings.hidden), places.output(step.bank)))
             else:
                 engine.push(y, arrived.meta, step, self._state.returned(step.layout), own=own)
         if seen_at is None:
@@ -199,20 +199,20 @@ class DeviceCombiner:
                 f"rank {rank}: on a device LogFMT10 rows are summed at the token's rank: use reduce='token'"
             )
         dims = self._dims(handle)
-        _check.tensor(rank, "x", x, (torch.bfloat16,), dims, device=settings.device)
+        _check.tensor(rank, "x", x, (torch.bfloat16,), dims, device=self._state.device)
         if topk_weights is not None:
             if handle.layout is not Layout.COMPACT:
                 raise InvalidArgument(
                     f"rank {rank}: topk_weights can be returned for COMPACT only, not {handle.layout}"
                 )
             dims = (handle._arrived.num_rows, settings.num_topk)
-            _check.tensor(rank, "topk_weights", topk_weights, (torch.float32,), dims, device=settings.device)
+            _check.tensor(rank, "topk_weights", topk_weights, (torch.float32,), dims, device=self._state.device)
         biases = () if bias is None else tuple(bias) if isinstance(bias, (tuple, list)) else (bias,)
         if len(biases) > 2:
             raise InvalidArgument(f"rank {rank}: bias must be one or two tensors, got {len(biases)}")
         for one in biases:
             dims = (handle.num_tokens, settings.hidden)
-            _check.tensor(rank, "bias", one, (torch.bfloat16,), dims, device=settings.device)
+            _check.tensor(rank, "bias", one, (torch.bfloat16,), dims, device=self._state.device)
         if True in [t.data_ptr() % 16 > 0 for t in (x, topk_weights, *biases) if t is not None and t.numel()]:
             raise InvalidArgument(f"rank {rank}: x, topk_weights and bias must begin at multiples of 16 bytes")
         return biases

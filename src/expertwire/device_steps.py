@@ -15,6 +15,7 @@ from expertwire.handle import Handle
 from expertwire.kernels.backward import combine_values, width_of
 from expertwire.kernels.engine import Places, Step
 from expertwire.kernels.masking import forget
+from expertwire.kernels.part import Part
 from expertwire.kernels.runtime import LANES, DeviceRuntime, refusal
 from expertwire.protocols.lane import Lane
 from expertwire.steps import LaneSteps
@@ -206,7 +207,7 @@ class DeviceSteps:
         """`DeviceState.known` of what the step has counted; waits for the device."""
         return self.engine.state.known(self.read(step.counts))
 
-    def read(self, values: torch.Tensor) -> list[int]:
+    def read(self, values: torch.Tensor | Part) -> list[int]:
         """int32 values of the device; waits for it."""
         with self.fatal():
             return self.runtime.read(values)
@@ -221,8 +222,9 @@ class DeviceSteps:
 def expose_values(runtime: DeviceRuntime, values: torch.Tensor, step: Step) -> None:
     """Put values [rows, width] float32 where peers can read them."""
     engine = runtime.engine
-    memory = engine.state.values("combine", step.layout, step.alignment, values.shape[1]).payload(step.bank)
-    runtime.launch(("values", step.layout), lambda: engine.copy_rows(step, (values, memory)))
+    memory = engine.state.values("combine", step.layout, step.alignment, values.shape[1])
+    copy = (values, memory.payload(step.bank))
+    runtime.launch(("values", step.layout), lambda: engine.copy_rows(memory, step, copy))
 
 
 def collect_values(runtime: DeviceRuntime, step: Step) -> torch.Tensor:

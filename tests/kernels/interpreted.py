@@ -183,8 +183,8 @@ def run(group, case):
         if case.deferred:
             engine.await_rows(step)
 
-        compare("tokens per expert", step.expert_counts, mine.num_tokens_per_expert)
-        compare("tokens per rank", step.rank_counts, mine.num_tokens_per_rank)
+        compare("tokens per expert", step.expert_counts.tensor(), mine.num_tokens_per_expert)
+        compare("tokens per rank", step.rank_counts.tensor(), mine.num_tokens_per_rank)
         num_rows = mine.x.numel() // case.hidden
         payload, sf, meta = places.payload(bank)[:num_rows], places.sf(bank), places.meta(bank)[:num_rows]
         if case.layout is Layout.COMPACT:
@@ -197,8 +197,8 @@ def run(group, case):
             used = source[:, 0] >= 0
             compare("row_source", meta[used], source[used])
             if not case.fused:
-                compare("offsets", step.offsets, mine.expert_offsets)
-                compare("padded", step.padded_counts, mine.num_padded_tokens_per_expert)
+                compare("offsets", step.offsets.tensor(), mine.expert_offsets)
+                compare("padded", step.padded_counts.tensor(), mine.num_padded_tokens_per_expert)
         compare("rows", payload[used], mine.x.reshape(num_rows, -1).view(torch.uint8)[used])
         if sf is not None:
             compare("sf", sf[:num_rows][used], mine.sf.reshape(num_rows, -1).view(torch.uint8)[used])

@@ -59,7 +59,13 @@ def rank_work(group, layout, call):
     memory.all_gather(None)
     untouched = bool((places.payload(0) == 0xEE).all()) and bool((out == 7.0).all())
     records = engine.state.status.view(-1, 4)
-    return untouched, records[:, 0].tolist(), records[:, 3].tolist(), int(step.void), int(step.refused)
+    return (
+        untouched,
+        records[:, 0].tolist(),
+        records[:, 3].tolist(),
+        int(step.void.tensor()),
+        int(step.refused.tensor()),
+    )
 
 
 @pytest.mark.parametrize("layout", [Layout.COMPACT, Layout.EXPERT_SLOTS], ids=str)
@@ -99,7 +105,7 @@ def late_for_one(group):
         engine.send(random_rows(memory.rank, TOKENS, HIDDEN), None, engine.planner.plan(step), step, places,
                     receive=True)  # fmt: skip
     memory.all_gather(None)
-    return state.status.view(-1, 4)[:, 0].tolist(), int(step.void) > 0, state.refusals[0, 0].tolist()
+    return state.status.view(-1, 4)[:, 0].tolist(), int(step.void.tensor()) > 0, state.refusals[0, 0].tolist()
 
 
 def test_who_gave_up_says_so_to_those_who_did_not():

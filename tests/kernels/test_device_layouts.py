@@ -5,11 +5,12 @@ import itertools
 
 import pytest
 
+from expertwire.kernels import part
 from expertwire.layouts import device_window, step_counts
 from expertwire.layouts.step_counts import NUM_ROWS, PER_RANK, REFUSED, VOID, StepCounts
 
 
-@pytest.mark.parametrize("module", [device_window, step_counts])
+@pytest.mark.parametrize("module", [device_window, step_counts, part])
 def test_examples(module):
     found = doctest.testmod(module)
     assert found.failed == 0

@@ -9,6 +9,7 @@ triton = pytest.importorskip("triton", reason="triton is not installed")
 
 from expertwire.kernels import launch  # noqa: E402
 from expertwire.kernels.dispatch_recv import give_back  # noqa: E402
+from expertwire.kernels.part import Part  # noqa: E402
 
 
 class Interpreted:
@@ -28,6 +29,13 @@ def test_the_interpreter_sees_everything_in_order():
     kernel, start = Interpreted(), launch.Launcher()
     start(kernel, 3, ("kind",), (1, None), lambda: ((2,), {"SIZE": 8}))
     assert kernel.calls == [((3,), (1, None, 2), {"SIZE": 8})]
+
+
+def test_the_interpreter_gets_a_tensor_of_a_part():
+    kernel, start, memory = Interpreted(), launch.Launcher(), torch.arange(8, dtype=torch.int32)
+    start(kernel, 1, ("kind",), (Part(memory, 2, (2, 1), torch.int64),), lambda: ((), {}))
+    [(_, (found,), _)] = kernel.calls
+    assert (found.dtype, found.tolist()) == (torch.int64, [[2 | 3 << 32], [4 | 5 << 32]])
 
 
 @pytest.mark.parametrize(
@@ -56,10 +64,11 @@ def test_arguments_are_aligned(monkeypatch):
     monkeypatch.setattr(launch, "driver", SimpleNamespace(active=active))
     monkeypatch.setattr(launch.Launcher, "_compile", lambda self, *args: (compiled, ("rest",), ()))
     started, start, memory = [], launch.Launcher(), torch.zeros(8, dtype=torch.int32)
-    start(give_back, 1, (), (memory, memory[4:], memory[1:1]), tuple)
-    assert started == [(memory.data_ptr(), memory.data_ptr() + 16, 0, "rest")]
-    with pytest.raises(AssertionError, match="give_back: argument 1 is not aligned"):
-        start(give_back, 1, (), (memory, memory[1:]), tuple)
+    start(give_back, 1, (), (memory, memory[4:], memory[1:1], Part(memory, 4, (2,), torch.int64)), tuple)
+    assert started == [(memory.data_ptr(), memory.data_ptr() + 16, 0, memory.data_ptr() + 16, "rest")]
+    for second in (memory[1:], Part(memory, 1, (1,))):
+        with pytest.raises(AssertionError, match="give_back: argument 1 is not aligned"):
+            start(give_back, 1, (), (memory, second), tuple)
 
 
 def test_a_launch_is_on_the_current_stream_of_the_device_that_has_the_kernel(monkeypatch):

@@ -65,25 +65,57 @@ class Recorder:
         pass
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("layout", list(Layout), ids=str)
-def test_a_kind_of_call_compiles_once_for_all_numbers_of_tokens(monkeypatch, layout, strict):
-    from expertwire.kernels import launch
-    from expertwire.kernels.engine import DeviceEngine, Rows
+def engine_of_two(**options):
+    """The first rank's, without a device."""
+    from expertwire.kernels.engine import DeviceEngine
 
-    monkeypatch.setattr(launch.Launcher, "_compile", lambda *args: (Recorder(), (), ()))
-    device = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda device: 0)
-    monkeypatch.setattr(launch, "driver", SimpleNamespace(active=device))
     memory = SimpleNamespace(
         name="none", any_address=True, rank=0, num_ranks=2, device=torch.device("cpu"),
         all_gather=lambda value: [value, value],
         allocate=lambda num_bytes: (torch.zeros(num_bytes, dtype=torch.uint8), [0, 0]),
     )  # fmt: skip
-    engine = DeviceEngine(
+    return DeviceEngine(
         memory, Placement.contiguous(EXPERTS, 2), capacity=CAPACITY, hidden=HIDDEN, num_topk=TOPK, num_banks=1,
-        num_sms=30, timeout_us=1, strict_sms=strict,
+        num_sms=30, timeout_us=1, **options,
     )  # fmt: skip
+
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+
+@needs_triton
+@pytest.mark.parametrize("num_tokens", [0, 1, 3, 7, CAPACITY])
+@pytest.mark.parametrize("layout", list(Layout), ids=str)
+def test_parts_of_a_step_lie_apart_and_aligned(layout, num_tokens):
+    state = engine_of_two().state
+    step = state.step(0, layout, torch.zeros(num_tokens, TOPK, dtype=torch.int64), None)
+    parts = [step.counts, step.sends_to]
+    if layout is Layout.COMPACT:
+        parts.append(step.owners)
+    end = step.counts.data_ptr()
+    for part in parts:
+        found = part.tensor()
+        assert part.data_ptr() >= end
+        assert part.data_ptr() % 16 == 0
+        assert found.shape == part.shape
+        assert found.data_ptr() == (part.data_ptr() if found.numel() else 0)
+        end = part.data_ptr() + found.numel() * found.element_size()
+    memory = step.counts.tensor().untyped_storage()
+    assert end <= memory.data_ptr() + memory.nbytes()
+    assert [part.data_ptr() % 16 for part in state.filled(step)] == [0, 0]
+
+
+@needs_triton
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("layout", list(Layout), ids=str)
+def test_a_kind_of_call_compiles_once_for_all_numbers_of_tokens(monkeypatch, layout, strict):
+    from expertwire.kernels import launch
+    from expertwire.kernels.engine import Rows
+
+    monkeypatch.setattr(launch.Launcher, "_compile", lambda *args: (Recorder(), (), ()))
+    device = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda device: 0)
+    monkeypatch.setattr(launch, "driver", SimpleNamespace(active=device))
+    engine = engine_of_two(strict_sms=strict)
     places = [engine.state.places(layout, Rows.of_wire(wire, HIDDEN)) for wire in (BF16(), FP8Block())]
 
     def calls(num_tokens):

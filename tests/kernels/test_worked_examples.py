@@ -33,7 +33,7 @@ def routing_example(group):
     engine.send(x, None, engine.planner.plan(step), step, rows, receive=True)
     window = engine.state.window
     counts = engine.state.own[window.counts(0) :].view(torch.int32)[: 2 * window.counts_row]
-    return places(step.sends_to), counts.view(2, -1)[memory.rank].tolist()
+    return places(step.sends_to.tensor()), counts.view(2, -1)[memory.rank].tolist()
 
 
 def slots_example(group):
@@ -49,9 +49,9 @@ def slots_example(group):
     rows.meta(0).fill_(-7)
     step = engine.state.step(0, Layout.EXPERT_SLOTS, torch.tensor([[0, 1], [1, -1]]), None)
     engine.dispatch_fused(torch.zeros(2, 16, dtype=torch.bfloat16), step, rows)
-    assert (int(step.rank_counts), int(step.num_rows)) == (2, 2)
+    assert (int(step.rank_counts.tensor()), int(step.num_rows.tensor())) == (2, 2)
     written = {row: meta for row, meta in enumerate(rows.meta(0).tolist()) if meta != [-7] * 3}
-    return step.sends_to.tolist(), step.expert_counts.tolist(), written
+    return step.sends_to.tensor().tolist(), step.expert_counts.tensor().tolist(), written
 
 
 def small_examples(group):

@@ -11,8 +11,8 @@ one block per SM of the rank's budget, `num_sms`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TypeVar
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, TypeVar
 
 import torch
 
@@ -25,7 +25,8 @@ from expertwire.kernels.dispatch_recv import await_rows, export_values, give_bac
 from expertwire.kernels.dispatch_send import dispatch_send
 from expertwire.kernels.dispatch_slots import dispatch_slots
 from expertwire.kernels.launch import Launcher, Rest
-from expertwire.kernels.planner import Plan, Planner, dtypes_of
+from expertwire.kernels.part import Part
+from expertwire.kernels.planner import Plan, Planner
 from expertwire.kernels.refuse import refuse_combine, refuse_dispatch
 from expertwire.kernels.state import DeviceMemory, DeviceState, Places, Rows, Step
 from expertwire.kernels.tiles import (
@@ -45,6 +46,11 @@ T = TypeVar("T")
 Copy = tuple[torch.Tensor, torch.Tensor | None]  # from, to
 _NO_COPY = (None, None)
 FUSED_SELECTIONS, FUSED_COMPARISONS = 1 << 11, 1 << 14  # beyond, a plan and a send are faster, as measured
+
+
+def _units(num_bytes: int) -> int:
+    """As how many words of 4 bytes, or bytes, `copy_rows` moves a row."""
+    return num_bytes // 4 if num_bytes % 4 == 0 else num_bytes
 
 
 class DeviceEngine:
@@ -68,11 +74,18 @@ class DeviceEngine:
         self.many_registers = {"maxnreg": 128} if on_cuda else {}
         self._ranks, self._slots = pow2(self.num_ranks), pow2(num_topk)
         self._one_warp = {"R": self.num_ranks, "RANKS": self._ranks, "num_warps": 1}
+        self._chosen: dict[Hashable, Any] = {}
         self.planner = Planner(self.state, self.launch)
 
-    def _tiles(self, choose: Callable[[int], T], num_tokens: int) -> Iterable[T]:
-        """The tile for a launch; while compiling, those of all launches to come."""
-        return all_tiles(choose, self.capacity) if self.launch.compiling else (choose(num_tokens),)
+    def _tiles(self, kind: Hashable, num_tokens: int, choose: Callable[[int], T]) -> Iterable[T]:
+        """What `choose` says for a launch of this kind, found once; while compiling, for all launches to come."""
+        if self.launch.compiling:
+            return all_tiles(choose, self.capacity)
+        key = (kind, num_tokens)
+        found: T | None = self._chosen.get(key)
+        if found is None:
+            found = self._chosen[key] = choose(num_tokens)
+        return (found,)
 
     # -- dispatch --------------------------------------------------------------------------------------------------
 
@@ -84,9 +97,14 @@ class DeviceEngine:
 
     def dispatch_fused(self, x: torch.Tensor, step: Step, places: Places) -> None:
         state, rows, bank, num_tokens = self.state, places.rows, step.bank, x.shape[0]
-        lines = ceil_div(self.hidden, rows.block)
-        for tile in self._tiles(lambda tokens: slots_tile(tokens, lines, rows.block, self.num_sms), num_tokens):
-            parts = ceil_div(lines, tile.columns)
+
+        def choose(num_tokens: int) -> tuple[Tile, int]:
+            """The tile, and the parts of a row."""
+            lines = ceil_div(self.hidden, rows.block)
+            tile = slots_tile(num_tokens, lines, rows.block, self.num_sms)
+            return tile, ceil_div(lines, tile.columns)
+
+        for tile, parts in self._tiles(places, num_tokens, choose):
 
             def rest(tile: Tile = tile, parts: int = parts) -> Rest:
                 memory = (places.payload(bank), places.sf(bank), places.meta(bank))
@@ -107,15 +125,15 @@ class DeviceEngine:
     ) -> None:
         """Rows along a plan. `x` [T, width] bfloat16 or opaque units; `sf` for opaque rows."""
         rows = places.rows
-        lines = max(pow2(ceil_div(rows.width, rows.block)), 4 if rows.fp8 and rows.ue8m0 else 1)
-        row_bytes, most_rows = lines * rows.block * rows.unit_bytes, min(MAX_ROWS, plan.tokens)
 
         def choose(num_tokens: int) -> tuple[Tile, bool]:
             """The tile, and whether a block sends several, so that it would find places again and again."""
+            lines = max(pow2(ceil_div(rows.width, rows.block)), 4 if rows.fp8 and rows.ue8m0 else 1)
+            row_bytes, most_rows = lines * rows.block * rows.unit_bytes, min(MAX_ROWS, plan.tokens)
             tile = send_tile(num_tokens, row_bytes, lines, self.num_sms, most_rows, self.strict_sms, rows.fp8)
             return tile, self.strict_sms and ceil_div(num_tokens, tile.rows) > self.num_sms
 
-        for tile, several in self._tiles(choose, x.shape[0]):
+        for tile, several in self._tiles((places, plan), x.shape[0], choose):
             placed = self.planner.place(plan, step, places) if plan.unplaced and several else plan
             self._send_tiles(tile, x, sf, placed, step, places, receive=receive)
 
@@ -123,10 +141,10 @@ class DeviceEngine:
         self, tile: Tile, x: torch.Tensor, sf: torch.Tensor | None, plan: Plan, step: Step, places: Places, *,
         receive: bool,
     ) -> None:  # fmt: skip
-        state, bank, rows, num_tokens = self.state, self.state.banks[step.bank], places.rows, x.shape[0]
-        routing = step.routing if plan.unplaced else (None, None)
+        ids, weights = step.routing if plan.unplaced else (None, None)
 
         def rest() -> Rest:
+            state, bank, rows = self.state, self.state.banks[step.bank], places.rows
             tables = self.planner.tables(plan.tokens)[:4] if plan.unplaced else (None,) * 4
             fixed: tuple[torch.Tensor | int | None, ...] = (
                 *tables, state.home, self.planner.addresses, places.bases[step.bank], bank.words, bank.epoch,
@@ -143,9 +161,9 @@ class DeviceEngine:
             }  # fmt: skip
 
         self.launch(
-            dispatch_send, min(max(1, ceil_div(num_tokens, tile.rows)), self.most_blocks),
-            (places, step.bank, tile, plan, receive, *dtypes_of(routing)),
-            (x, sf, step.sends_to, *routing, step.counts, num_tokens, state.timeout_us), rest,
+            dispatch_send, min(max(1, ceil_div(x.shape[0], tile.rows)), self.most_blocks),
+            (places, step.bank, tile, plan, receive, None if ids is None else ids.dtype, weights is None),
+            (x, sf, step.sends_to, ids, weights, step.counts, x.shape[0], self.state.timeout_us), rest,
         )  # fmt: skip
 
     def _words(self, words: torch.Tensor, epoch: torch.Tensor) -> Rest:
@@ -161,7 +179,7 @@ class DeviceEngine:
                 lambda: self._words(bank.words, bank.epoch),
             )  # fmt: skip
 
-    def export(self, values: torch.Tensor, out: torch.Tensor) -> None:
+    def export(self, values: torch.Tensor | Part, out: torch.Tensor) -> None:
         """int32 values to pinned host memory."""
         size = values.numel()
         self.launch(
@@ -183,29 +201,37 @@ class DeviceEngine:
         return grid if groups <= 1 else min(ceil_div(2 * grid, groups), ceil_div(self.state.slot_room, rows))
 
     def copy_rows(
-        self, step: Step, payload: Copy, sf: Copy | None = None, meta: Copy | None = None, *, decode: Rows | None = None
-    ) -> None:
+        self, kind: Hashable, step: Step, payload: Copy, sf: Copy | None = None, meta: Copy | None = None, *,
+        decode: Rows | None = None,
+    ) -> None:  # fmt: skip
         """Copy the rows that a step filled: payload, scale factors and routing, each from [rows, bytes] to a tensor of
-        any dtype. To `decode` rows of this kind, to bfloat16, scale factors are read only: (sf, None)."""
-        lengths, offsets = self.state.filled(step)
-        groups, tensors = lengths.numel(), (*payload, *(sf or _NO_COPY), *(meta or _NO_COPY))
-        sizes = [0 if source is None else source.stride(0) * source.element_size() for source in tensors[::2]]
-        units = [size // 4 if size % 4 == 0 else size for size in sizes]
-        tile = copy_tile(units[0] if decode is None else self.hidden // 2, self.strict_sms and decode is None)
-        pieces = self._pieces(groups, tile.rows)
+        any dtype. To `decode` rows of this kind, to bfloat16, scale factors are read only: (sf, None). `kind` decides
+        the dtypes, the sizes of rows, and what is given, of steps of a layout."""
+        (lengths, offsets), tensors = self.state.filled(step), (*payload, *(sf or _NO_COPY), *(meta or _NO_COPY))
+        groups, key = lengths.numel(), (kind, step.layout, decode)
+
+        def sizes() -> list[int]:
+            """Bytes of a row."""
+            return [0 if source is None else source.stride(0) * source.element_size() for source in tensors[::2]]
+
+        cut = self._chosen.get(key)
+        if cut is None:
+            tile = copy_tile(_units(sizes()[0]) if decode is None else self.hidden // 2, self.strict_sms and not decode)
+            pieces = self._pieces(groups, tile.rows)
+            cut = self._chosen[key] = tile, pieces, max(1, min(self.most_blocks, groups * pieces))
+        tile, pieces, grid = cut
 
         def rest() -> Rest:
+            row_bytes, sf_bytes, meta_bytes = sizes()
             columns = tile.columns if decode is None else decode.block * pow2(ceil_div(self.hidden, decode.block))
             return (pieces,), {
-                "GROUPS": groups, "ROWS": tile.rows, "UNITS": columns, "row_bytes": sizes[0],
-                "SF_UNITS": pow2(units[1]), "sf_bytes": sizes[1], "META_UNITS": pow2(units[2]), "meta_bytes": sizes[2],
+                "GROUPS": groups, "ROWS": tile.rows, "UNITS": columns, "row_bytes": row_bytes,
+                "SF_UNITS": pow2(_units(sf_bytes)), "sf_bytes": sf_bytes,
+                "META_UNITS": pow2(_units(meta_bytes)), "meta_bytes": meta_bytes,
                 "BLOCK": decode.block if decode else 0, "UE8M0": bool(decode and decode.ue8m0), "num_warps": tile.warps,
             }  # fmt: skip
 
-        self.launch(
-            copy_rows, max(1, min(self.most_blocks, groups * pieces)),
-            (groups, *sizes, decode, *dtypes_of(tensors)), (*tensors, lengths, offsets), rest,
-        )  # fmt: skip
+        self.launch(copy_rows, grid, key, (*tensors, lengths, offsets), rest)
 
     # -- combine ---------------------------------------------------------------------------------------------------
 
@@ -271,10 +297,13 @@ class DeviceEngine:
         rows: torch.Tensor | None = y
         if self.num_ranks > 1:
             rows = None if returned is None else returned.payload(step.bank).view(torch.bfloat16)
-        for tile in self._tiles(
-            lambda tokens: combine_tile(tokens, self.hidden, self.num_sms, self.strict_sms), num_tokens
-        ):
-            parts = ceil_div(self.hidden, tile.columns)
+
+        def choose(num_tokens: int) -> tuple[Tile, int]:
+            """The tile, and the parts of a row."""
+            tile = combine_tile(num_tokens, self.hidden, self.num_sms, self.strict_sms)
+            return tile, ceil_div(self.hidden, tile.columns)
+
+        for tile, parts in self._tiles("combine", num_tokens, choose):
             units = max(1, ceil_div(num_tokens, tile.rows) * parts)
 
             def rest(tile: Tile = tile, parts: int = parts) -> Rest:
@@ -303,4 +332,4 @@ class DeviceEngine:
             self.launch(kernel, 1, (bank,), (self.state.timeout_us,), lambda: self._words(found.words, epoch))
 
 
-__all__ = ["DeviceEngine", "Places", "Rows", "Step"]
+__all__ = ["Copy", "DeviceEngine", "Places", "Rows", "Step"]

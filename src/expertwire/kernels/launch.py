@@ -8,16 +8,32 @@ make the rest. The rest is made, and the kernel compiled, for the first call of 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from triton import knobs
 from triton.runtime import driver
 
+from expertwire.kernels.part import Part
+
 Kernel = Any  # a function under @triton.jit
-Changing = Sequence["torch.Tensor | int | None"]
+Changing = Sequence["torch.Tensor | Part | int | None"]
 Rest = tuple[Sequence["torch.Tensor | int | None"], dict[str, Any]]
+
+
+class _Ready(NamedTuple):
+    """A kernel that is loaded, and what starts it."""
+
+    compiled: Any
+    run: Callable[..., None]
+    function: Any
+    metadata: Any
+    others: tuple[object, ...]  # what follows the changing arguments
+    tensors: list[int]  # which of those are tensors
+    stream_of: Callable[[int], int]
+    device: int
+    kept: Sequence[object]  # what must live as long
 
 
 class Launcher:
@@ -43,12 +59,15 @@ class Launcher:
             return
         found = self._ready.get(key)
         if found is None:
-            made, device = self._compile(kernel, grid, changing, rest()), driver.active.get_current_device()
-            tensors = [at for at, value in enumerate(changing) if isinstance(value, torch.Tensor)]
-            found = self._ready[key] = (*made, tensors, device)
+            compiled, others, kept = self._compile(kernel, grid, changing, rest())
+            found = self._ready[key] = _Ready(
+                compiled, compiled.run, compiled.function, compiled.packed_metadata, others,
+                [at for at, value in enumerate(changing) if isinstance(value, (torch.Tensor, Part))],
+                driver.active.get_current_stream, driver.active.get_current_device(), kept,
+            )  # fmt: skip
         if self.compiling:
             return
-        compiled, others, _, tensors, device = found
+        compiled, run, function, metadata, others, tensors, stream_of, device, _ = found
         values: list[Any] = [*changing]
         for at in tensors:
             pointer = values[at] = values[at].data_ptr()
@@ -56,17 +75,14 @@ class Launcher:
         if knobs.runtime.launch_enter_hook.calls:  # a profiler listens, and is told what `profile` says
             compiled[(grid, 1, 1)](*values, *others)
             return
-        stream = driver.active.get_current_stream(device)
-        compiled.run(
-            grid, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *values, *others
-        )
+        run(grid, 1, 1, stream_of(device), function, metadata, None, None, None, *values, *others)
 
     def _compile(
         self, kernel: Kernel, grid: int, changing: Changing, rest: Rest
     ) -> tuple[Any, tuple[object, ...], Sequence[object]]:
         """The kernel, loaded; what follows the changing arguments; and what must live as long."""
         fixed, options = rest
-        args = (*changing, *fixed)
+        args = (*map(_tensor, changing), *fixed)
         for parameter, arg in zip(kernel.params, args, strict=False):
             assert not isinstance(arg, int) or parameter.do_not_specialize, parameter.name
         compiled = kernel.warmup(*args, grid=(grid,), **options)
@@ -76,12 +92,17 @@ class Launcher:
 
     def _interpret(self, kernel: Kernel, grid: int, key: tuple[Hashable, ...], changing: Changing, rest: Rest) -> None:
         fixed, options = rest
+        changing = tuple(map(_tensor, changing))
         types = [arg.dtype if isinstance(arg, torch.Tensor) else type(arg) for arg in changing]
         seen = (types, [_value(arg) for arg in fixed], options)
         known = self._ready.setdefault(key, seen)
         assert seen == known, f"{kernel.fn.__name__}: two calls of the kind {key[1:]} differ: {known}, {seen}"
         if not self.compiling:
             kernel[(grid,)](*changing, *fixed, **options)
+
+
+def _tensor(arg: torch.Tensor | Part | int | None) -> torch.Tensor | int | None:
+    return arg.tensor() if isinstance(arg, Part) else arg
 
 
 def _value(arg: torch.Tensor | int | None) -> int | None:

@@ -46,8 +46,9 @@ def restart(state: DeviceState, masked: set[int], step: int) -> None:
 
 def forget(step: Step, meta: torch.Tensor, masked: set[int]) -> None:
     """An old plan no longer has places on these ranks, and no rows from them: a captured graph may repeat it."""
+    sends_to = step.sends_to.tensor()
     for rank in masked:
-        step.sends_to.masked_fill_(step.sends_to >> WHERE_RANK.value == rank, -1)
+        sends_to.masked_fill_(sends_to >> WHERE_RANK.value == rank, -1)
         meta[:, 0].masked_fill_(meta[:, 0] == rank, -1)
 
 

@@ -9,6 +9,7 @@ import torch
 
 from expertwire._math import ceil_div
 from expertwire.kernels.launch import Launcher, Rest
+from expertwire.kernels.part import Part
 from expertwire.kernels.place import address_rows, place_rows, rows_of_slots
 from expertwire.kernels.plan import COMPACT, EXPERT_MAJOR, EXPERT_SLOTS, plan_count
 from expertwire.kernels.state import DeviceState, Places, Step
@@ -116,7 +117,7 @@ class Planner:
         """Of every place of a token: int64 [T, SENDS], 0 = none."""
         return self.state.scratch("addresses", torch.int64, self.state.capacity * self.state.num_topk)
 
-    def rows_of_slots(self, step: Step) -> torch.Tensor:
+    def rows_of_slots(self, step: Step) -> torch.Tensor | Part:
         """[T, K] where each slot's row is; of COMPACT in memory that the next call of this overwrites."""
         if step.owners is None:
             return step.sends_to

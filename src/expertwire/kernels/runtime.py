@@ -12,6 +12,7 @@ from expertwire.errors import MissedSignal, PeerLost, PeerRefused, PeerTimeout, 
 from expertwire.kernels.engine import DeviceEngine
 from expertwire.kernels.masking import newest_step, restart
 from expertwire.kernels.meeting import Meeting
+from expertwire.kernels.part import Part
 from expertwire.kernels.poison import broken_guards
 from expertwire.kernels.state import DeviceMemory
 from expertwire.protocols.epoch_signal import unpack
@@ -135,7 +136,7 @@ class DeviceRuntime:
         finally:
             self.rehearsing = False
 
-    def read(self, values: torch.Tensor) -> list[int]:
+    def read(self, values: torch.Tensor | Part) -> list[int]:
         """int32 values of the device, once everything launched before is done. PeerTimeout if a kernel gave up."""
         size = values.numel()
         self.engine.export(values, self._pinned)

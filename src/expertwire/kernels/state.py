@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from expertwire._math import round_up
 from expertwire.errors import GroupMismatch, TransportUnavailable
 from expertwire.formats import BF16, FP8Block, LogFMT10
+from expertwire.kernels.part import Part
 from expertwire.kernels.poison import GUARD_BYTES, guard, poison
 from expertwire.layouts.device_window import DeviceWindow, RowRegion, num_places, row_region
 from expertwire.layouts.receive import Layout
@@ -62,7 +63,6 @@ class Rows(NamedTuple):
         return self.sf_units * self.sf_unit_bytes
 
     @staticmethod
-    @lru_cache(maxsize=64)
     def of_wire(wire: BF16 | FP8Block, hidden: int) -> Rows:
         if isinstance(wire, FP8Block):
             ue8m0 = wire.scale == "ue8m0"
@@ -131,16 +131,16 @@ class Places:
 
 @dataclass
 class Step:
-    """What one dispatch left behind: the plan that combine gathers by, and counts of what arrived. Device tensors."""
+    """What one dispatch left behind: the plan that combine gathers by, and counts of what arrived."""
 
     bank: int
     layout: Layout
     alignment: int
-    sends_to: torch.Tensor  # [T, K] where each slot's row is; COMPACT [T, min(K, R)]: each place once, by highest slot
-    owners: torch.Tensor | None  # [T, K], COMPACT: the rank that serves each slot, -1 = none
-    counts: torch.Tensor  # whose parts are named by `parts`
+    sends_to: Part  # int64 [T, K] where each slot's row is; COMPACT [T, min(K, R)]: each place once, by highest slot
+    owners: Part | None  # int32 [T, K], COMPACT: the rank that serves each slot, -1 = none
+    counts: Part  # int32, whose parts are named by `parts`
     parts: StepCounts
-    fixed: tuple[torch.Tensor, torch.Tensor] | None  # EXPERT_SLOTS: padded counts and offsets of every step
+    fixed: tuple[Part, Part] | None  # EXPERT_SLOTS: padded counts and offsets of every step
     topk_idx: torch.Tensor
     topk_weights: torch.Tensor | None
 
@@ -150,33 +150,33 @@ class Step:
         return (self.topk_idx, self.topk_weights) if self.layout is Layout.COMPACT else (None, None)
 
     @property
-    def expert_counts(self) -> torch.Tensor:
+    def expert_counts(self) -> Part:
         return self.counts[self.parts.per_expert]
 
     @property
-    def padded_counts(self) -> torch.Tensor:
+    def padded_counts(self) -> Part:
         return self.counts[self.parts.padded] if self.fixed is None else self.fixed[0]
 
     @property
-    def offsets(self) -> torch.Tensor:
+    def offsets(self) -> Part:
         return self.counts[self.parts.offsets] if self.fixed is None else self.fixed[1]
 
     @property
-    def rank_counts(self) -> torch.Tensor:
+    def rank_counts(self) -> Part:
         return self.counts[self.parts.per_rank]
 
     @property
-    def num_rows(self) -> torch.Tensor:
+    def num_rows(self) -> Part:
         """[1] rows that arrived, one per (token, rank)."""
         return self.counts[NUM_ROWS : NUM_ROWS + 1]
 
     @property
-    def void(self) -> torch.Tensor:
+    def void(self) -> Part:
         """[1]"""
         return self.counts[VOID : VOID + 1]
 
     @property
-    def refused(self) -> torch.Tensor:
+    def refused(self) -> Part:
         """[1]"""
         return self.counts[REFUSED : REFUSED + 1]
 
@@ -227,10 +227,11 @@ class DeviceState:
         self.owner_start = self.int32([start[owners[e]] for e in by_owner])
         self.slot_room = room = self.num_ranks * capacity  # rows of an expert in EXPERT_SLOTS
         self.slot_offsets = self.int32([i * room for i in range(self.num_local_experts + 1)])
-        self.first_row = self.slot_offsets[:1]
-        self.slot_rooms = self.int32([room] * self.num_local_experts)
+        self._first_row = Part.whole(self.slot_offsets)[0:1]
+        self._fixed = Part.whole(self.int32([room] * self.num_local_experts)), Part.whole(self.slot_offsets)
         self.nowhere = self.int64([0] * self.num_ranks)  # `seen_at` of rows that are pushed
         self.tally = self.int64([0] * (2 * self.num_ranks + 1))
+        self._output_rows = Rows.of_wire(BF16(), hidden)
         self._places: dict[tuple[object, ...], Places] = {}
         self.masked: set[int] = set()  # ranks that have ended, see `masking`
         self._scratch: dict[tuple[str, int], torch.Tensor] = {}
@@ -312,10 +313,6 @@ class DeviceState:
         when it is first asked for."""
         return self._beside((f"{lane} values", Rows.opaque(4 * width, 0), self._most_rows(layout, alignment)))
 
-    @property
-    def _output_rows(self) -> Rows:
-        return Rows.of_wire(BF16(), self.hidden)
-
     def _most_rows(self, layout: Layout, alignment: int) -> int:
         """How many rows a rank may receive."""
         return self.region(layout, self._output_rows, alignment).num_rows
@@ -325,10 +322,10 @@ class DeviceState:
         _, rows, num_rows = key
         return self._memory_for(key, rows, lambda: RowRegion(num_rows, rows.payload_bytes, rows.sf_bytes, 0))
 
-    def filled(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+    def filled(self, step: Step) -> tuple[Part, Part]:
         """How many rows of each group of rows a step filled, and where the groups begin. COMPACT is one group."""
         if step.layout is Layout.COMPACT:
-            return step.num_rows, self.first_row
+            return step.num_rows, self._first_row
         return step.expert_counts, step.offsets
 
     def owns(self, t: torch.Tensor) -> bool:
@@ -391,10 +388,14 @@ class DeviceState:
     def step(
         self, bank: int, layout: Layout, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None, alignment: int = 1
     ) -> Step:
-        """The tensors that one dispatch fills."""
-        num_tokens, num_topk = topk_idx.shape[0], self.num_topk
-        sends_to = self.empty(torch.int64, num_tokens, num_places(layout, self.num_ranks, num_topk))
-        owners = self.empty(torch.int32, num_tokens, num_topk) if layout is Layout.COMPACT else None
-        counts = self.empty(torch.int32, self.parts.size)
-        fixed = (self.slot_rooms, self.slot_offsets) if layout is Layout.EXPERT_SLOTS else None
-        return Step(bank, layout, alignment, sends_to, owners, counts, self.parts, fixed, topk_idx, topk_weights)
+        """What one dispatch fills."""
+        num_tokens, num_topk, size = topk_idx.shape[0], self.num_topk, self.parts.size
+        places, compact = num_places(layout, self.num_ranks, num_topk), layout is Layout.COMPACT
+        sends_to = round_up(size, 4)  # parts begin at multiples of 16 bytes
+        owners = sends_to + round_up(2 * num_tokens * places, 4)
+        memory = self.empty(torch.int32, owners + (num_tokens * num_topk if compact else 0))
+        return Step(
+            bank, layout, alignment, Part(memory, sends_to, (num_tokens, places), torch.int64),
+            Part(memory, owners, (num_tokens, num_topk)) if compact else None, Part(memory, 0, (size,)),
+            self.parts, self._fixed if layout is Layout.EXPERT_SLOTS else None, topk_idx, topk_weights,
+        )  # fmt: skip

@@ -33,7 +33,6 @@ def all_tiles(choose: Callable[[int], T], capacity: int) -> set[T]:
     return {choose(num_tokens) for num_tokens in range(capacity + 1)}
 
 
-@lru_cache(maxsize=4096)
 def slots_tile(num_tokens: int, lines: int, block: int, num_sms: int) -> Tile:
     """`dispatch_slots`: about one block per SM, with a row of `lines` lines of `block` values or a part of one."""
     part = pow2(lines)
@@ -43,7 +42,6 @@ def slots_tile(num_tokens: int, lines: int, block: int, num_sms: int) -> Tile:
     return Tile(1, part, max(2, min(8, part * block // 512)))
 
 
-@lru_cache(maxsize=4096)
 def send_tile(
     num_tokens: int, row_bytes: int, lines: int, num_sms: int, most_rows: int, strict: bool, fp8: bool
 ) -> Tile:
@@ -64,7 +62,6 @@ def copy_tile(units: int, strict: bool) -> Tile:
     return Tile(rows, pow2(units), max(4, min(32, pow2(rows * units // 512))))
 
 
-@lru_cache(maxsize=4096)
 def combine_tile(num_tokens: int, hidden: int, num_sms: int, strict: bool) -> Tile:
     """`combine_gather`. Few tokens: many small blocks. A strict budget: one block per SM with four rows in 32 warps."""
     whole = pow2(hidden)
