@@ -192,6 +192,49 @@ def test_cuda(compiled, tmp_path, name, target):
     }.get(name, 0)
 
 
+def overwritten_early(ptx):
+    """(parameter, offset) of words in memory that every warp of a block loads and one then overwrites, with no barrier
+    between: a warp that is late, as on a GPU that is shared, would go by the new word, and by another than the others.
+    """
+    known, loaded, early, barriers = {}, {}, set(), 0
+    for line in ptx.splitlines():
+        if found := re.search(r"ld\.param\.b64\s+(%rd\d+), \[(\w+)\]", line):
+            known[found[1]] = (found[2], 0)
+        elif (found := re.search(r"add\.s64\s+(%rd\d+), (%rd\d+), (\d+);", line)) and found[2] in known:
+            parameter, offset = known[found[2]]
+            known[found[1]] = (parameter, offset + int(found[3]))
+        elif "bar.sync" in line:
+            barriers += 1
+        elif found := re.search(r"\b(ld|st)\.global\S* .*\[ (%rd\d+) \+ 0 \]", line):
+            word = known.get(found[2])
+            if found[1] == "ld":
+                loaded[word] = barriers
+            elif word and loaded.get(word) == barriers:
+                early.add(word)
+    return early
+
+
+@pytest.mark.parametrize("name", [name for name, (*_, num_warps) in KERNELS.items() if num_warps > 1])
+def test_no_word_is_overwritten_before_every_warp_has_read_it(compiled, name):
+    kernel, constants, _ = KERNELS[name]
+    parameters = [parameter for parameter in kernel.arg_names if parameter not in constants]
+    found = overwritten_early(compiled(name, HOPPER).asm["ptx"])
+    names = {parameters[int(parameter.rpartition("_")[2])] for parameter, _ in found}
+    assert names <= {"tally"}, "of which only the warp that stores goes by what it has read"
+
+
+@pytest.mark.parametrize("between", ["", "bar.sync 0;"])
+def test_a_word_that_is_overwritten_early_is_found(between):
+    ptx = f"""
+        ld.param.b64 %rd1, [kernel_param_9];
+        add.s64 %rd2, %rd1, 4;
+        ld.global.b32 {{ %r1 }}, [ %rd2 + 0 ];
+        {between}
+        @%p1 st.global.b32 [ %rd2 + 0 ], {{ %r2 }};
+    """
+    assert overwritten_early(ptx) == (set() if between else {("kernel_param_9", 4)})
+
+
 @pytest.mark.parametrize("name", ["slots bf16", "send bf16", "combine, many tokens"])
 def test_cdna(compiled, name):
     assembly = compiled(name, CDNA3).asm["amdgcn"]

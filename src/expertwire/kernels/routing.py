@@ -99,8 +99,8 @@ def receive_rows(counts, word_bases, epoch, rank, status, timeout_us, R: tl.cons
 @triton.jit
 def leave_combine(word_bases, epochs, epoch, rank, status, timeout_us, R: tl.constexpr, RANKS: tl.constexpr):
     """By one block: when all peers have done the same, what they read here may be overwritten."""
-    tl.store(epochs, epoch)
     signal(word_bases, COMBINE_DONE, epoch, 0, rank, R, RANKS)
+    tl.store(epochs, epoch)  # not earlier: with `signal` a block waits until all its warps have read it
     await_peers(word_bases, COMBINE_DONE, epoch, rank, status, timeout_us, R, RANKS)
 
 

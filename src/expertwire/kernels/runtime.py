@@ -222,6 +222,11 @@ class DeviceRuntime:
                 missed.append(MissedSignal(peer, unpack(wanted)[0], *unpack(seen), alive=alive(peer)))
                 phase, waited = PHASES[code], ns
         hint = "If the ranks are only slow (compiling, loading), raise buf.timeout_s."
+        if self.memory.any_address:  # they are threads of one process
+            hint += (
+                " The first use of a kernel of your own waits for the GPU, also for a rank that waits there for this "
+                "one: use it once before the first dispatch, or set CUDA_MODULE_LOADING=EAGER."
+            )
         error = PeerLost if any(m.alive is False for m in missed) else PeerTimeout
         raise error(self.engine.rank, phase, missed, waited / 1e9, hint)
 
