@@ -192,47 +192,43 @@ def test_cuda(compiled, tmp_path, name, target):
     }.get(name, 0)
 
 
-def overwritten_early(ptx):
-    """(parameter, offset) of words in memory that every warp of a block loads and one then overwrites, with no barrier
-    between: a warp that is late, as on a GPU that is shared, would go by the new word, and by another than the others.
-    """
-    known, loaded, early, barriers = {}, {}, set(), 0
+def unordered(ptx):
+    """(parameter, offset) of words in memory that every warp of a block loads and one stores, with no barrier between.
+    A warp that is late, as on a GPU that processes share by turns, would go by another value than the others."""
+    known, last, found, barriers = {}, {}, set(), 0
     for line in ptx.splitlines():
-        if found := re.search(r"ld\.param\.b64\s+(%rd\d+), \[(\w+)\]", line):
-            known[found[1]] = (found[2], 0)
-        elif (found := re.search(r"add\.s64\s+(%rd\d+), (%rd\d+), (\d+);", line)) and found[2] in known:
-            parameter, offset = known[found[2]]
-            known[found[1]] = (parameter, offset + int(found[3]))
+        if seen := re.search(r"ld\.param\.b64\s+(%rd\d+), \[(\w+)\]", line):
+            known[seen[1]] = (seen[2], 0)
+        elif (seen := re.search(r"add\.s64\s+(%rd\d+), (%rd\d+), (\d+);", line)) and seen[2] in known:
+            parameter, offset = known[seen[2]]
+            known[seen[1]] = (parameter, offset + int(seen[3]))
         elif "bar.sync" in line:
             barriers += 1
-        elif found := re.search(r"\b(ld|st)\.global\S* .*\[ (%rd\d+) \+ 0 \]", line):
-            word = known.get(found[2])
-            if found[1] == "ld":
-                loaded[word] = barriers
-            elif word and loaded.get(word) == barriers:
-                early.add(word)
-    return early
+        elif (seen := re.search(r"\b(ld|st)\.global\S* .*\[ (%rd\d+) \+ 0 \]", line)) and seen[2] in known:
+            word, other = known[seen[2]], {"ld": "st", "st": "ld"}[seen[1]]
+            if last.get((word, other)) == barriers:
+                found.add(word)
+            last[word, seen[1]] = barriers
+    return found
 
 
 @pytest.mark.parametrize("name", [name for name, (*_, num_warps) in KERNELS.items() if num_warps > 1])
-def test_no_word_is_overwritten_before_every_warp_has_read_it(compiled, name):
+def test_barriers_lie_between_loads_and_stores_of_a_word(compiled, name):
     kernel, constants, _ = KERNELS[name]
     parameters = [parameter for parameter in kernel.arg_names if parameter not in constants]
-    found = overwritten_early(compiled(name, HOPPER).asm["ptx"])
+    found = unordered(compiled(name, HOPPER).asm["ptx"])
     names = {parameters[int(parameter.rpartition("_")[2])] for parameter, _ in found}
     assert names <= {"tally"}, "of which only the warp that stores goes by what it has read"
 
 
 @pytest.mark.parametrize("between", ["", "bar.sync 0;"])
-def test_a_word_that_is_overwritten_early_is_found(between):
-    ptx = f"""
-        ld.param.b64 %rd1, [kernel_param_9];
-        add.s64 %rd2, %rd1, 4;
-        ld.global.b32 {{ %r1 }}, [ %rd2 + 0 ];
-        {between}
-        @%p1 st.global.b32 [ %rd2 + 0 ], {{ %r2 }};
-    """
-    assert overwritten_early(ptx) == (set() if between else {("kernel_param_9", 4)})
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_missing_barrier_is_found(between, turned):
+    load, store = "ld.global.b32 { %r1 }, [ %rd2 + 0 ];", "@%p1 st.global.b32 [ %rd2 + 0 ], { %r2 };"
+    lines = [load, between, store]
+    address = ["ld.param.b64 %rd1, [kernel_param_9];", "add.s64 %rd2, %rd1, 4;"]
+    ptx = "\n".join([*address, *(lines[::-1] if turned else lines)])
+    assert unordered(ptx) == (set() if between else {("kernel_param_9", 4)})
 
 
 @pytest.mark.parametrize("name", ["slots bf16", "send bf16", "combine, many tokens"])
