@@ -176,7 +176,9 @@ class DeviceCombiner:
         seen_at = self._state.seen_at(y, step, places)
         if seen_at is None or engine.launch.compiling:
             if over_rows:
-                engine.copy_rows(places, step, (y.view(-1, self._settings.hidden), places.output(step.bank)))
+                engine.copy_rows(
+                    ("output", places), step, (y.view(-1, self._settings.hidden), places.output(step.bank))
+                )
             else:
                 engine.push(y, arrived.meta, step, self._state.returned(step.layout), own=own)
         if seen_at is None:

@@ -224,7 +224,7 @@ def expose_values(runtime: DeviceRuntime, values: torch.Tensor, step: Step) -> N
     engine = runtime.engine
     memory = engine.state.values("combine", step.layout, step.alignment, values.shape[1])
     copy = (values, memory.payload(step.bank))
-    runtime.launch(("values", step.layout), lambda: engine.copy_rows(memory, step, copy))
+    runtime.launch(("values", step.layout), lambda: engine.copy_rows(("values", memory), step, copy))
 
 
 def collect_values(runtime: DeviceRuntime, step: Step) -> torch.Tensor:
