@@ -114,3 +114,34 @@ def test_who_gave_up_says_so_to_those_who_did_not():
         first, second, _ = crew.run(late_for_one)
     assert second == ([0, 0, COUNTS], True, [0, 0, 0])
     assert first == ([0, 0, 0], True, [0, 1, 0])
+
+
+def one_warp_gives_up(group):
+    """All rows come in time, but a warp of rank 0, which is not the one that keeps records, has given up before."""
+    use_interpreter()
+    from expertwire.kernels import memory as words
+    from expertwire.kernels.engine import DeviceEngine, Rows
+
+    memory = SharedFiles(group)
+    engine = DeviceEngine(
+        memory, Placement.contiguous(4, 2), capacity=TOKENS, hidden=HIDDEN, num_topk=2, num_banks=1, num_sms=3,
+        timeout_us=60_000_000,
+    )  # fmt: skip
+    places = engine.state.places(Layout.COMPACT, Rows.of_wire(BF16(), HIDDEN))
+    step = engine.state.step(0, Layout.COMPACT, torch.tensor([[0, 2], [1, 3], [2, -1]]), None)
+    x = random_rows(memory.rank, TOKENS, HIDDEN)
+    engine.send(x, None, engine.planner.plan(step), step, places, receive=False)
+    memory.all_gather(None)
+    if memory.rank == 0:
+        words._agree = lambda found: found + (1 << 16)
+    engine.await_rows(step)
+    records = engine.state.status.view(-1, 4)
+    return int(step.void.tensor()), records[:, :3].tolist(), engine.state.mirror[:, 0].tolist()
+
+
+def test_a_warp_that_gives_up_is_on_record(processes):
+    (void, records, told), theirs = processes.run(one_warp_gives_up)
+    assert void == 1
+    assert records == [[2, 1 << 24, (1 << 24) + 1]] * 2
+    assert told == [2, 2]
+    assert theirs == (0, [[0, 0, 0]] * 2, [0, 0])

@@ -84,8 +84,8 @@ def pack_word(epoch, count):
 
 
 @triton.jit
-def agree(number):
-    """The largest of what the warps of a block have, so that all take the same branch."""
+def _agree(number):
+    """The largest of what the warps of a block have."""
     return tl.max(tl.zeros([ALL_THREADS], tl.int32) + number, axis=0)
 
 
@@ -96,6 +96,12 @@ def _leave_record(status, peers, mask, phase, wanted, seen, waited):
     tl.store(record + 2, seen, mask=mask)
     tl.store(record + 3, waited, mask=mask)
     tl.store(record, tl.zeros_like(seen) + phase, mask=mask)
+
+
+@triton.jit
+def _failures(status, peers, mask):
+    """0 if no wait of this rank has given up."""
+    return tl.sum(tl.load(status + peers * STATUS_FIELDS, mask=mask, other=0, volatile=True), axis=0)
 
 
 @triton.jit
@@ -117,23 +123,25 @@ def wait(pointers, mask, epoch, phase: tl.constexpr, status, peers, timeout_us):
     memory, since reading host memory here would cost a millisecond; the word in front of it is the address of a mirror
     in host memory, 0 for none.
 
-    Warps may give up at different times and return different numbers: see `agree`.
+    Warps may give up at different times: if one has, all have, and there is a record. Should the warp that writes it
+    have seen every word by then, it names all peers.
     """
     wanted = epoch << COUNT_BITS
     seen, late, refused = _look(pointers, mask, wanted)
+    waited = wanted - wanted
     if late > 0:
-        failed = tl.sum(tl.load(status + peers * STATUS_FIELDS, mask=mask, other=0, volatile=True), axis=0)
-        limit = tl.where(failed == 0, timeout_us, 0).to(tl.int64) * 1000
+        limit = tl.where(_failures(status, peers, mask) == 0, timeout_us, 0).to(tl.int64) * 1000
         began = clock()
-        waited = began - began
         while (late > 0) & (waited < limit):  # warps may leave at different times: no barrier in here
             waited = clock() - began
             seen, late, refused = _look(pointers, mask, wanted)
-        if (late > 0) & (failed == 0):
-            is_late = mask & (seen < wanted)
+    found = _agree((late << 16) + refused)
+    if found >> 16 > 0:
+        if _failures(status, peers, mask) == 0:
+            is_late = mask & (seen < tl.where(late == 0, seen + 1, wanted))
             _leave_record(status, peers, is_late, phase, wanted, seen, waited)
             mirror = tl.load(status - STATUS_FIELDS)
             if mirror != 0:
                 _leave_record(mirror.to(tl.pointer_type(tl.int64)), peers, is_late, phase, wanted, seen, waited)
     tl.debug_barrier()
-    return seen, refused, late
+    return seen, found & 0xFFFF, found >> 16

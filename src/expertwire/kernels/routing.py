@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from expertwire.kernels.counts import VOID
-from expertwire.kernels.memory import agree, exchange_release, pack_word, ticket_acq_rel, wait
+from expertwire.kernels.memory import exchange_release, pack_word, ticket_acq_rel, wait
 from expertwire.layouts import device_window
 
 HOME_RANK = tl.constexpr(16)
@@ -78,8 +78,8 @@ def await_peers(
     if purpose == COMBINE_DONE:
         return 0
     if purpose == DONE:  # which nobody refuses, and of the step before the first no word was written
-        return agree(late)
-    void = agree(refused + late)
+        return late
+    void = refused + late
     if (void > 0) & (known == 0):
         record = tl.load(word_bases + R).to(tl.pointer_type(tl.int64))
         if purpose == COMBINE_READY:
