@@ -57,8 +57,9 @@ def _add_blocks(
 ):  # fmt: skip
     """Turn the counts of blocks into counts before each block; their sums go to `totals` and, unless the step is void,
     to every peer."""
-    tl.store(at, tl.cumsum(counts, axis=0) - counts, mask=mask)
-    total = tl.sum(counts, axis=0)
+    before, total = tl.cumsum(counts, axis=0) - counts, tl.sum(counts, axis=0)
+    tl.debug_barrier()  # a small table is loaded by several warps
+    tl.store(at, before, mask=mask)
     tl.store(totals + column, total, mask=column < end)
     for peer in range(R):
         base = tl.load(count_bases + peer)
