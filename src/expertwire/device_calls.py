@@ -238,17 +238,16 @@ class DeviceDispatcher:
         x, sf, meta = self._window(step, places, dtypes)
         fp8, routing = wire if isinstance(wire, FP8Block) else None, None
         if num_rows != meta.shape[0]:
-            meta = meta[:num_rows]
+            x, sf, meta = x[:num_rows], None if sf is None else sf[:num_rows], meta[:num_rows]
         if not cached and not self._borrows(zero_copy):  # others may write the bank before the handle is done with
             routing = (meta, torch.empty_like(meta))
             meta = routing[1]
         if not zero_copy or (fp8 and fp8.decode):
-            x, sf = self._copied(step, places, num_rows, x, sf, routing, decode=fp8 is not None and fp8.decode)
+            x, sf = self._copied(step, places, x, sf, routing, decode=fp8 is not None and fp8.decode)
         else:
             if routing is not None:
                 self._engine.copy_rows((places, "routing"), step, routing)
-            most = None if step.layout is Layout.EXPERT_SLOTS or num_rows == x.shape[0] else num_rows
-            x, sf = _another(x, most), None if sf is None else _another(sf, most)
+            x, sf = x.detach(), None if sf is None else sf.detach()  # for each caller his own: he may want gradients
         if sf is not None and fp8 and fp8.sf_layout == "column":
             sf = column_major(sf)
         return x, sf, meta
@@ -260,8 +259,7 @@ class DeviceDispatcher:
     def _window(
         self, step: Step, places: Places, dtypes: Dtypes
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """All rows of a bank with scale factors, in the shape of the layout, and their routing. The same tensors every
-        time, so callers get others: they may want gradients of them."""
+        """All rows of a bank with scale factors, in the shape of the layout, and their routing."""
         key = (places, step.bank, dtypes)
         found = self._windows.get(key)
         if found is None:
@@ -276,26 +274,25 @@ class DeviceDispatcher:
         return found
 
     def _copied(
-        self, step: Step, places: Places, num_rows: int, x: torch.Tensor, sf: torch.Tensor | None,
-        routing: Copy | None, *, decode: bool,
+        self, step: Step, places: Places, x: torch.Tensor, sf: torch.Tensor | None, routing: Copy | None, *,
+        decode: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-        """As many rows as these views of `_window`, in tensors of their own."""
-        rows = x.shape[:-1] if step.layout is Layout.EXPERT_SLOTS else (num_rows,)
+        """Rows and scale factors, of which these are views, in tensors of their own."""
         payload, factors, scales = places.payload(step.bank), places.sf(step.bank), None
         kind = (places, x.dtype, None if sf is None else sf.dtype, routing is None)
         if decode:
             assert factors is not None
-            out = self._own(torch.bfloat16, *rows, self._settings.hidden)
+            out = self._own(x, torch.bfloat16)
             self._engine.copy_rows(kind, step, (payload, out), (factors, None), routing, decode=places.rows)
             return out, None
-        out = self._own(x.dtype, *rows, x.shape[-1])
+        out = self._own(x, x.dtype)
         if factors is not None and sf is not None:
-            scales = (factors, self._own(sf.dtype, *rows, sf.shape[-1]))
+            scales = (factors, self._own(sf, sf.dtype))
         self._engine.copy_rows(kind, step, (payload, out), scales, routing)
         return out, scales and scales[1]
 
-    def _own(self, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-        out = self._state.empty(dtype, *shape)
+    def _own(self, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        out = torch.empty_like(like, dtype=dtype)
         if self._state.debug_poison:
             poison(out)
         return out
@@ -358,11 +355,6 @@ class _LaterOfDispatch(Later):
 def _decoded_or_not(wire: WireFormat | None) -> tuple[WireFormat | None, ...]:
     """Both ways in which the receivers of a kind of call may ask for rows: each rank for itself."""
     return (wire, replace(wire, decode=not wire.decode)) if isinstance(wire, FP8Block) else (wire,)
-
-
-def _another(t: torch.Tensor, count: int | None) -> torch.Tensor:
-    """A tensor in the same memory, of so many rows or all."""
-    return t.detach() if count is None else t[:count]
 
 
 @lru_cache(maxsize=64)
