@@ -119,7 +119,7 @@ class Buffer:
             _check.choice("engine", engine, ENGINES)
             _check.timeout(timeout_s)
             _device_options(device, engine, num_sms)
-            experts = placement or Placement.contiguous(num_experts, ranks.num_ranks)
+            experts = Placement.contiguous(num_experts, ranks.num_ranks) if placement is None else placement
             _check.placement(experts, num_experts, ranks.num_ranks)
             return Settings(
                 num_experts=num_experts,
