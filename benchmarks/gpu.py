@@ -397,7 +397,8 @@ def waiting(seconds=0.5):
 
 def soak(trips=10_000):
     """Integers whose sums are exact, other ones at every trip, eager and from a graph by turns; every element of every
-    sum compared on the device. Three shapes, one for each layout."""
+    sum compared on the device; and how long a hundred trips took at most, since a wait that should not be there ends
+    with its time-out. Three shapes, one for each layout."""
     shapes = ((SLOTS, 64, 512, 32, 4), (MAJOR, 33, 7168, 62, 8), (COMPACT, 128, 2056, 256, 6))
     one_at_a_time = threading.Lock()
 
@@ -425,7 +426,11 @@ def soak(trips=10_000):
                 with torch.cuda.graph(graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"):
                     replayed = trip()
             captured.wait()  # a capture waits for the device, on which a rank that went on would wait for this one
+            longest, began = 0.0, time.perf_counter()
             for number in range(trips):
+                if number and number % 100 == 0:
+                    torch.cuda.current_stream().synchronize()
+                    longest, began = max(longest, time.perf_counter() - began), time.perf_counter()
                 v = number % len(xs)
                 x.copy_(xs[v])
                 if number % 2:
@@ -434,17 +439,18 @@ def soak(trips=10_000):
                 else:
                     wrong += (trip() != wants[v]).sum()
             buf.synchronize()
-            return int(wrong)
+            return int(wrong), longest
 
     for num_ranks, count in ((1, trips), (4, trips // 3)):
         for shape in shapes:
             started = time.perf_counter()
             captured = threading.Barrier(num_ranks)
-            wrong = ew.World(num_ranks, device="cuda").run(
+            found = ew.World(num_ranks, device="cuda").run(
                 lambda rank, s=shape, n=count, captured=captured: work(rank, s, n, captured)
             )
             note(
-                soak=count, ranks=num_ranks, layout=str(shape[0]), shape=shape[1:], wrong_elements=sum(wrong),
+                soak=count, ranks=num_ranks, layout=str(shape[0]), shape=shape[1:],
+                wrong_elements=sum(wrong for wrong, _ in found), longest_hundred_s=max(longest for _, longest in found),
                 seconds=time.perf_counter() - started,
             )  # fmt: skip
 
