@@ -392,9 +392,6 @@ def waiting(seconds=0.5):
 # -- Buffer ------------------------------------------------------------------------------------------------------------
 
 
-# -- soak -------------------------------------------------------------------------------------------------------------
-
-
 def soak(trips=10_000):
     """Integers whose sums are exact, other ones at every trip, eager and from a graph by turns; every element of every
     sum compared on the device; and how long a hundred trips took at most, since a wait that should not be there ends

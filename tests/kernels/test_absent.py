@@ -18,26 +18,39 @@ HIDDEN, TOKENS = 16, 3
 DISPATCH_DONE, COMBINE_READY, COUNTS = 3, 4, 1  # phases of `kernels.runtime`
 
 
-def rank_work(group, layout, call):
-    """Both ranks make a step; then rank 0 makes `call` alone. What is unchanged, and what the wait left behind."""
+IDS = torch.tensor([[0, 2], [1, 3], [2, -1]])
+
+
+def engine_of(group, num_experts=4, timeout_us=60_000_000):
+    """The memory and the engine of this rank, in the interpreter."""
     use_interpreter()
-    from expertwire.kernels.engine import DeviceEngine, Rows
+    from expertwire.kernels.engine import DeviceEngine
 
     memory = SharedFiles(group)
-    engine = DeviceEngine(
-        memory, Placement.contiguous(4, 2), capacity=TOKENS, hidden=HIDDEN, num_topk=2, num_banks=1, num_sms=3,
-        timeout_us=60_000_000,
-    )  # fmt: skip
-    places, inputs = engine.state.places(layout, Rows.of_wire(BF16(), HIDDEN)), engine.state.inputs(layout)
+    placement = Placement.contiguous(num_experts, memory.num_ranks)
+    return memory, DeviceEngine(
+        memory, placement, capacity=TOKENS, hidden=HIDDEN, num_topk=2, num_banks=1, num_sms=3, timeout_us=timeout_us
+    )
+
+
+def rows_of(engine, layout):
+    from expertwire.kernels.engine import Rows
+
+    return engine.state.places(layout, Rows.of_wire(BF16(), HIDDEN))
+
+
+def rank_work(group, layout, call):
+    """Both ranks make a step; then rank 0 makes `call` alone. What is unchanged, and what the wait left behind."""
+    memory, engine = engine_of(group)
+    places, inputs = rows_of(engine, layout), engine.state.inputs(layout)
     x, out = random_rows(memory.rank, TOKENS, HIDDEN), torch.full((TOKENS, HIDDEN), 7.0).bfloat16()
-    ids = torch.tensor([[0, 2], [1, 3], [2, -1]])
     y = inputs.payload(0).view(torch.bfloat16)
 
     def dispatch(step, plan):
         engine.send(x, None, plan, step, places, receive=True)
 
     def new_step():
-        return engine.state.step(0, layout, ids, torch.ones(TOKENS, 2))
+        return engine.state.step(0, layout, IDS, torch.ones(TOKENS, 2))
 
     step = new_step()
     dispatch(step, engine.planner.plan(step))
@@ -86,21 +99,14 @@ def test_nothing_moves(processes, layout, call, phase):
 def late_for_one(group):
     """Rank 2 makes no step, but its words are there in time for rank 0. Who was late, whether the step is void, and who
     refused it."""
-    use_interpreter()
-    from expertwire.kernels.engine import DeviceEngine, Rows
-
-    memory = SharedFiles(group)
-    engine = DeviceEngine(
-        memory, Placement.contiguous(6, 3), capacity=TOKENS, hidden=HIDDEN, num_topk=2, num_banks=1, num_sms=3,
-        timeout_us=60_000_000 if memory.rank == 0 else 2_000_000,
-    )  # fmt: skip
-    state = engine.state
-    places = state.places(Layout.COMPACT, Rows.of_wire(BF16(), HIDDEN))
+    first = torch.distributed.get_rank(group) == 0
+    memory, engine = engine_of(group, 6, 60_000_000 if first else 2_000_000)
+    state, places = engine.state, rows_of(engine, Layout.COMPACT)
     if memory.rank == 0:
         for purpose in ("counts", "ready"):
             at = state.window.word(purpose, 2, 0)
             state.own[at : at + 8].view(torch.int64).fill_(pack(1, 0))
-    step = state.step(0, Layout.COMPACT, torch.tensor([[0, 2], [1, 3], [2, -1]]), None)
+    step = state.step(0, Layout.COMPACT, IDS, None)
     if memory.rank != 2:
         engine.send(random_rows(memory.rank, TOKENS, HIDDEN), None, engine.planner.plan(step), step, places,
                     receive=True)  # fmt: skip
@@ -118,23 +124,17 @@ def test_who_gave_up_says_so_to_those_who_did_not():
 
 def one_warp_gives_up(group):
     """All rows come in time, but a warp of rank 0, which is not the one that keeps records, has given up before."""
-    use_interpreter()
+    memory, engine = engine_of(group)
     from expertwire.kernels import memory as words
-    from expertwire.kernels.engine import DeviceEngine, Rows
 
-    memory = SharedFiles(group)
-    engine = DeviceEngine(
-        memory, Placement.contiguous(4, 2), capacity=TOKENS, hidden=HIDDEN, num_topk=2, num_banks=1, num_sms=3,
-        timeout_us=60_000_000,
-    )  # fmt: skip
-    places = engine.state.places(Layout.COMPACT, Rows.of_wire(BF16(), HIDDEN))
-    step = engine.state.step(0, Layout.COMPACT, torch.tensor([[0, 2], [1, 3], [2, -1]]), None)
+    places, step = rows_of(engine, Layout.COMPACT), engine.state.step(0, Layout.COMPACT, IDS, None)
     x = random_rows(memory.rank, TOKENS, HIDDEN)
     engine.send(x, None, engine.planner.plan(step), step, places, receive=False)
     memory.all_gather(None)
-    if memory.rank == 0:
-        words._agree = lambda found: found + (1 << 16)
-    engine.await_rows(step)
+    with pytest.MonkeyPatch.context() as patched:
+        if memory.rank == 0:
+            patched.setattr(words, "_agree", lambda found: found + (1 << 16))
+        engine.await_rows(step)
     records = engine.state.status.view(-1, 4)
     return int(step.void.tensor()), records[:, :3].tolist(), engine.state.mirror[:, 0].tolist()
 

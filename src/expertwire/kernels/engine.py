@@ -26,7 +26,7 @@ from expertwire.kernels.dispatch_send import dispatch_send
 from expertwire.kernels.dispatch_slots import dispatch_slots
 from expertwire.kernels.launch import Launcher, Rest
 from expertwire.kernels.part import Part
-from expertwire.kernels.planner import Plan, Planner
+from expertwire.kernels.planner import Plan, Planner, dtypes_of
 from expertwire.kernels.refuse import refuse_combine, refuse_dispatch
 from expertwire.kernels.state import DeviceMemory, DeviceState, Places, Rows, Step
 from expertwire.kernels.tiles import (
@@ -141,7 +141,7 @@ class DeviceEngine:
         self, tile: Tile, x: torch.Tensor, sf: torch.Tensor | None, plan: Plan, step: Step, places: Places, *,
         receive: bool,
     ) -> None:  # fmt: skip
-        ids, weights = step.routing if plan.unplaced else (None, None)
+        routing, num_tokens = step.routing if plan.unplaced else (None, None), x.shape[0]
 
         def rest() -> Rest:
             state, bank, rows = self.state, self.state.banks[step.bank], places.rows
@@ -161,9 +161,9 @@ class DeviceEngine:
             }  # fmt: skip
 
         self.launch(
-            dispatch_send, min(max(1, ceil_div(x.shape[0], tile.rows)), self.most_blocks),
-            (places, step.bank, tile, plan, receive, None if ids is None else ids.dtype, weights is None),
-            (x, sf, step.sends_to, ids, weights, step.counts, x.shape[0], self.state.timeout_us), rest,
+            dispatch_send, min(max(1, ceil_div(num_tokens, tile.rows)), self.most_blocks),
+            (places, step.bank, tile, plan, receive, *dtypes_of(routing)),
+            (x, sf, step.sends_to, *routing, step.counts, num_tokens, self.state.timeout_us), rest,
         )  # fmt: skip
 
     def _words(self, words: torch.Tensor, epoch: torch.Tensor) -> Rest:

@@ -226,9 +226,9 @@ class DeviceState:
         self.first_own = start.get(self.rank, 0)
         self.owner_start = self.int32([start[owners[e]] for e in by_owner])
         self.slot_room = room = self.num_ranks * capacity  # rows of an expert in EXPERT_SLOTS
-        self.slot_offsets = self.int32([i * room for i in range(self.num_local_experts + 1)])
-        self._first_row = Part.whole(self.slot_offsets)[0:1]
-        self._fixed = Part.whole(self.int32([room] * self.num_local_experts)), Part.whole(self.slot_offsets)
+        offsets = Part.whole(self.int32([i * room for i in range(self.num_local_experts + 1)]))
+        self._first_row = offsets[0:1]
+        self._fixed = Part.whole(self.int32([room] * self.num_local_experts)), offsets
         self.nowhere = self.int64([0] * self.num_ranks)  # `seen_at` of rows that are pushed
         self.tally = self.int64([0] * (2 * self.num_ranks + 1))
         self._output_rows = Rows.of_wire(BF16(), hidden)
