@@ -43,10 +43,11 @@ class Case:
     routing: str = "holes"
     steps: int = 2
     strict: bool = False
+    together: int | None = None  # tokens that a block of the plan counts; None: what the planner says
 
     def __str__(self):
         kind = "fused" if self.fused else "planned"
-        kind += "-strict" if self.strict else ""
+        kind += ("-strict" if self.strict else "") + (f"-by{self.together}" if self.together else "")
         return f"{self.layout.value}-{self.wire}-{self.num_ranks}ranks-{kind}-h{self.hidden}-k{self.num_topk}"
 
 
@@ -137,11 +138,14 @@ def data(case, step):
 def device_engine(memory, case, num_banks=2):
     from expertwire.kernels.engine import DeviceEngine
 
-    return DeviceEngine(
+    engine = DeviceEngine(
         memory, Placement.contiguous(case.num_experts, case.num_ranks), capacity=case.capacity, hidden=case.hidden,
         num_topk=case.num_topk, num_banks=num_banks, num_sms=1 if case.strict else 3, timeout_us=60_000_000,
         strict_sms=case.strict,
     )  # fmt: skip
+    if case.together is not None:
+        engine.planner._counted = dict.fromkeys((False, True), case.together)
+    return engine
 
 
 def route(case, ids, weights):

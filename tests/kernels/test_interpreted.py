@@ -20,6 +20,9 @@ CASES = [
     Case(MAJOR, "ue8m0", alignment=4, routing="special", hidden=1152),  # several blocks a row
     Case(MAJOR, "fp8", strict=True),
     Case(MAJOR, "fp8_b32", num_ranks=1, num_topk=1, num_experts=1),
+    Case(MAJOR, "bf16", hidden=16, together=2),  # in several blocks, as many tokens are
+    Case(COMPACT, "bf16", hidden=16, together=2, routing="repeats"),
+    Case(SLOTS, "bf16", hidden=16, together=1, strict=True),
 ]
 
 
