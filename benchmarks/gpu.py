@@ -379,7 +379,9 @@ def waiting(seconds=0.5):
         with torch.cuda.stream(streams[0]):
             engine.launch(
                 await_rows, blocks, ("waiting", blocks), (counts, int(1e6 * seconds)),
-                lambda records=records: ((words, never, records[4:], 0), {"R": 2, "RANKS": 2, "num_warps": 4}),
+                lambda records=records: (
+                    (words, never, records[4:], 0), {"R": 2, "RANKS": 2, "VOID": 1, "num_warps": 4}
+                ),
             )  # fmt: skip
         time.sleep(0.05)
         began = time.perf_counter()

@@ -72,11 +72,12 @@ class Buffer:
     max_in_flight             handles that may be between dispatch and combine at once. Windows are used in turn: a
                               dispatch that is held (not received, or zero-copy views not given back) holds up the
                               `max_in_flight`-th dispatch after it, with InFlightError
-    timeout_s, on_timeout     longest wait for peers, None = for ever; then "raise" PeerTimeout, or "mask" them: skip
+    timeout_s, on_timeout     longest wait for peers, None = for ever (on a GPU 35 minutes, the most); then "raise" PeerTimeout, or "mask" them: skip
                               them from then on. A peer whose process has ended is noticed at once. On a GPU after
                               `timeout_s`, all raise PeerMasked once, and ranks that have left are masked; "end" first
                               ends the process of one that does not come (SIGKILL). See docs/gpu.md
-    validate                  check that ids are in range (and distinct for EXPERT_SLOTS)
+    validate                  check that ids are in range (and distinct for EXPERT_SLOTS; on a GPU only with
+                              counts="host", and repeats are dropped and counted in `statistics`)
     debug_poison              fill windows and unused rows with NaN, and check guards at close
     engine                    row work: "auto", "numba" or "torch"; on GPUs "auto" or "triton"
     combine_input             GPUs only: whether the memory of that method is "apart", or "over_rows": that of the
@@ -127,7 +128,7 @@ class Buffer:
                 num_topk=num_topk,
                 num_max_tokens_per_rank=num_max_tokens_per_rank,
                 max_in_flight=max_in_flight,
-                device=device,
+                device="cuda" if on_device else "cpu",  # each rank's current GPU, whose number may differ
                 transport=(device_transport_name if on_device else transport_name)(transport, ranks),
                 on_timeout=on_timeout,
                 placement=experts,
@@ -213,7 +214,8 @@ class Buffer:
         x                  [T, hidden] bfloat16; or a tuple (payload [T, W], scale factors [T, S]) of any dtype, whose
                            bytes travel as they are
         topk_idx           [T, num_topk] int32 or int64 expert ids, -1 = no selection; a token may name an expert twice
-        topk_weights       [T, num_topk] float32; combine of an EXPERT_* layout weights by them
+        topk_weights       [T, num_topk] float32; combine of an EXPERT_* layout weights by them. On a GPU it reads them
+                           then: leave them as they are until it is done
         handle             repeat the routing of an earlier dispatch in place of the two; its layout, alignment and kind
                            of counts hold again
         layout, expert_alignment   how received rows are arranged, see `Layout`

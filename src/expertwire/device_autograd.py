@@ -11,7 +11,6 @@ the host: what must be compiled and shared for it is rehearsed in the forward pa
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
 
 import torch
 
@@ -125,7 +124,7 @@ class DeviceGradients:
         engine, state, hidden = self._engine, self._state, self._settings.hidden
         rehearsing = self._runtime.rehearsing
         epoch = 0 if rehearsing else self._steps.dispatches.begin()
-        step = replace(arrived.step, bank=self._steps.dispatches.lane.bank(epoch))
+        step = arrived.step.repeated(self._steps.dispatches.lane.bank(epoch))
         places = state.places(step.layout, Rows.of_wire(BF16(), hidden), step.alignment)
         width = width_of(engine, step.layout)
         sent = None if values is None else state.values("dispatch", step.layout, step.alignment, width)

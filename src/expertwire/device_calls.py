@@ -17,11 +17,12 @@ from expertwire import _check
 from expertwire.call import record
 from expertwire.device_autograd import DeviceGradients
 from expertwire.device_steps import Arrived, DeviceSteps, Later, aligned, plain
-from expertwire.errors import InvalidArgument
+from expertwire.errors import BufferClosed, InvalidArgument
 from expertwire.formats import BF16, FP8Block, WireFormat
 from expertwire.formats.fp8 import column_major
 from expertwire.handle import Dispatched, Handle
 from expertwire.kernels.engine import Copy, DeviceEngine, Places, Rows, Step
+from expertwire.kernels.part import Part
 from expertwire.kernels.poison import poison
 from expertwire.kernels.runtime import DeviceRuntime
 from expertwire.layouts.device_window import SOURCE_WORDS
@@ -41,7 +42,8 @@ class DeviceDispatcher:
         self._gradients = gradients
         self._engine, self._state, self._rank = runtime.engine, runtime.engine.state, runtime.engine.rank
         self._validate, self._raise_if_full = validate, raise_if_full
-        self._meaning, self._fits_fused = f"[num_tokens, {settings.hidden}]", self._engine.fits_fused()
+        self._meaning = f"[num_tokens, {settings.hidden}], or a tuple of two tensors (payload, scale factors)"
+        self._fits_fused = self._engine.fits_fused()
         self._places: dict[tuple[object, ...], Places] = {}  # of each kind of call
         self._windows: dict[tuple[Places, int, Dtypes], tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]] = {}
 
@@ -64,15 +66,16 @@ class DeviceDispatcher:
             if cached:
                 arrived = steps.arrived(self._owner, handle)
                 if topk_idx is not None or topk_weights is not None or zero_copy:
-                    raise InvalidArgument(
-                        f"rank {self._rank}: with handle, pass no topk_idx, topk_weights or zero_copy"
-                    )
+                    what = "zero_copy" if zero_copy else "topk_idx or topk_weights, which the handle has"
+                    raise InvalidArgument(f"rank {self._rank}: with handle, pass no {what}")
                 if payload.shape[0] != handle.num_tokens:
                     raise InvalidArgument(
                         f"rank {self._rank}: x has {payload.shape[0]} tokens, its handle {handle.num_tokens}"
                     )
-                step, exact = replace(arrived.step, bank=bank), arrived.exact
-            else:
+                step, exact = arrived.step.repeated(bank), arrived.exact
+            if exact:
+                steps.raise_if_capturing()
+            if not cached:
                 self._raise_if_full()
                 self._check_routing(topk_idx, topk_weights, payload.shape[0], exact=exact)
                 weights = None if topk_weights is None else aligned(plain(topk_weights))
@@ -111,6 +114,8 @@ class DeviceDispatcher:
         send(places)
 
         def complete() -> dict[str, Any]:
+            if self._runtime.closed:
+                raise BufferClosed(f"rank {self._rank}: this dispatch was not received before its buffer was closed")
             if defer_receive:
                 steps.raise_if_outdated(restarts)
                 engine.await_rows(step)
@@ -118,18 +123,22 @@ class DeviceDispatcher:
             if known is not None and engine.num_ranks > 1 and known[-1]:
                 self._finish(epoch, bank, places)
                 handle.finished = handle.finished or not cached
-                step.void.tensor().zero_()
                 raise steps.void(bank)
             num_rows, fields = self._counts(step, places, known)
-            fields["x"], fields["sf"], meta = self._take(
-                step, places, num_rows, dtypes, wire, zero_copy=zero_copy, cached=cached
-            )
-            if zero_copy:
+            try:
+                fields["x"], fields["sf"], meta = self._take(
+                    step, places, num_rows, dtypes, wire, zero_copy=zero_copy, cached=cached
+                )
+            except BaseException:  # out of memory, say: the rows are given up, for which peers have made this call
+                self._finish(epoch, bank, places)
+                handle.finished = handle.finished or not cached
+                raise
+            if zero_copy and not handle.finished:
                 handle._on_finish = lambda: self._finish(epoch, bank, places)
             else:
                 self._finish(epoch, bank, places)
             if not cached:
-                held, borrowed = epoch if zero_copy else None, self._borrows(zero_copy)
+                held, borrowed = None if handle.finished or not zero_copy else epoch, self._borrows(zero_copy)
                 handle._arrived = Arrived(step, num_rows, exact, held, meta, places, borrowed, masked, restarts)
             fields["_later"], fields["missing_ranks"] = _LaterOfDispatch(engine, step, handle._arrived), masked
             if differentiable:
@@ -146,6 +155,8 @@ class DeviceDispatcher:
 
     def _finish(self, epoch: int, bank: int, places: Places) -> None:
         """Peers may write this bank again."""
+        if self._runtime.closed:
+            return
         self._engine.give_back(bank, places)
         self._steps.dispatches.end(epoch)
 
@@ -304,18 +315,24 @@ class _LaterOfDispatch(Later):
     def __init__(self, engine: DeviceEngine, step: Step, arrived: Arrived) -> None:
         super().__init__(engine.state.device)
         self._engine, self._step, self._arrived = engine, step, arrived
+        self._captured = engine.state.capturing
 
     def num_tokens_per_expert(self) -> torch.Tensor:
-        return self._step.expert_counts.tensor()
+        return self._own(self._step.expert_counts)
 
     def num_padded_tokens_per_expert(self) -> torch.Tensor:
-        return self._step.padded_counts.tensor()
+        return self._own(self._step.padded_counts)
 
     def num_tokens_per_rank(self) -> torch.Tensor:
-        return self._step.rank_counts.tensor()
+        return self._own(self._step.rank_counts)
 
     def expert_offsets(self) -> torch.Tensor | None:
-        return None if self._step.layout is Layout.COMPACT else self._step.offsets.tensor()
+        return None if self._step.layout is Layout.COMPACT else self._own(self._step.offsets)
+
+    def _own(self, counts: Part) -> torch.Tensor:
+        """The caller's: kernels go by the step's own. Those of a graph change when it is replayed: they are the step's.
+        Added up, not copied: a copy that waits behind a kernel that waits for a peer may hold up that peer's copies."""
+        return counts.tensor() if self._captured else counts.tensor() + 0
 
     def topk_idx(self) -> torch.Tensor | None:
         if self._step.layout is not Layout.COMPACT:
@@ -367,7 +384,7 @@ def _rows_of(wire: BF16 | FP8Block | None, hidden: int) -> tuple[Rows, Dtypes]:
 def rehearse(device: torch.device) -> None:
     """Run once every torch operation that calls make between launches, so that its kernel is loaded: loading one waits
     for the device, on which another rank's kernel may be waiting for this rank."""
-    counts = torch.zeros(8, dtype=torch.int32, device=device)
+    counts = torch.zeros(8, dtype=torch.int32, device=device) + 0
     meta, row = torch.zeros(8, 4, dtype=torch.int32, device=device).clone(), torch.arange(8, device=device)
     known = (torch.searchsorted(counts, row, right=True) - 1).clamp(max=0)
     used = (known == row) & (row - counts[known] < counts[known])

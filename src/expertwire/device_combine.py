@@ -17,7 +17,7 @@ from expertwire.device_steps import (
     expose_values,
     plain,
 )
-from expertwire.errors import HandleError, InvalidArgument, TransportUnavailable
+from expertwire.errors import BufferClosed, HandleError, InvalidArgument, PeerRefused, TransportUnavailable
 from expertwire.formats import BF16, LogFMT10
 from expertwire.handle import Combined, Handle
 from expertwire.kernels.engine import Step
@@ -134,8 +134,14 @@ class DeviceCombiner:
             raise
         if first:
             if several and not arrived.exact and not self._state.capturing:
-                steps.counts(step)  # nobody meets for the combine of a void dispatch
-                steps.raise_refused()
+                try:  # nobody meets for the combine of a void dispatch
+                    void = steps.counts(step)[-1]
+                    steps.raise_refused()
+                    if void:
+                        raise steps.void(step.bank)
+                except PeerRefused:
+                    steps.take_back()
+                    raise
             try:
                 steps.meet(kind, call, prepare)
             except BaseException as error:
@@ -150,6 +156,8 @@ class DeviceCombiner:
         send()
 
         def complete() -> dict[str, Any]:
+            if self._runtime.closed:
+                raise BufferClosed(f"rank {self._rank}: this combine was not received before its buffer was closed")
             if late:
                 steps.raise_if_outdated(arrived.restarts)
                 gather(self._state.nowhere)
@@ -201,7 +209,8 @@ class DeviceCombiner:
                 f"rank {rank}: on a device LogFMT10 rows are summed at the token's rank: use reduce='token'"
             )
         dims = self._dims(handle)
-        _check.tensor(rank, "x", x, (torch.bfloat16,), dims, device=self._state.device)
+        meaning = "{}, as the dispatch of this handle returned"
+        _check.tensor(rank, "x", x, (torch.bfloat16,), dims, meaning, self._state.device)
         if topk_weights is not None:
             if handle.layout is not Layout.COMPACT:
                 raise InvalidArgument(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from expertwire.call import check_handle
-from expertwire.errors import HandleError, PeerMasked, PeerRefused, PeerTimeout
+from expertwire.errors import HandleError, PeerMasked, PeerRefused, PeerTimeout, TransportUnavailable
 from expertwire.handle import Handle
 from expertwire.kernels.backward import combine_values, width_of
 from expertwire.kernels.engine import Places, Step
@@ -160,6 +160,11 @@ class DeviceSteps:
         self._combines = (epoch, number)
         return epoch << 8 | number
 
+    def take_back(self) -> None:
+        """The combine that `call` has just numbered is not made."""
+        epoch, number = self._combines
+        self._combines = (epoch, number - 1)
+
     def refuse(self, lane: str, bank: int | None, call: int, error: BaseException) -> None:
         """This rank does not make this call: declare the step void on all ranks. Not in a capture, where it does not
         happen. `bank` None: which step is meant cannot be known."""
@@ -198,22 +203,32 @@ class DeviceSteps:
         banks = {bank for bank, lane, _ in news if LANES[lane] == "dispatch"}
         for handle in [h for h in self.handles if not h.finished and h._arrived is not None]:
             if handle._arrived.step.bank in banks and self.counts(handle._arrived.step)[-1]:
-                handle.release()
+                handle._finish()
         peers = sorted({peer for *_, peer in news})
         what = " and ".join(sorted({f"an earlier {LANES[lane]}" for _, lane, _ in news}))
         raise PeerRefused(f"{refusal(self.rank, peers, what)} {hint}", peers)
 
+    def raise_if_capturing(self) -> None:
+        """Before a call that waits for the device."""
+        if self.engine.state.capturing:
+            raise TransportUnavailable(
+                f"rank {self.rank}: this waits for the device, which a graph cannot capture: use counts='device', and "
+                "synchronize() after the capture"
+            )
+
     def counts(self, step: Step) -> tuple[list[int], list[int], list[int], int, int]:
         """`DeviceState.known` of what the step has counted; waits for the device."""
-        return self.engine.state.known(self.read(step.counts))
+        return self.engine.state.known(self.read(step.counts), step.void_at)
 
     def read(self, values: torch.Tensor | Part) -> list[int]:
         """int32 values of the device; waits for it."""
+        self.raise_if_capturing()
         with self.fatal():
             return self.runtime.read(values)
 
     def synchronize(self) -> None:
         """Wait for the device, and raise what calls have met there."""
+        self.raise_if_capturing()
         with self.fatal():
             self.runtime.synchronize()
         self.raise_refused("The next call works as usual.")

@@ -2,7 +2,7 @@
 
 ExpertWireError
  +-- InvalidArgument        you passed something illegal; nothing was sent          (also a ValueError)
- +-- GroupMismatch          the ranks of one group disagree; found at creation      (also a ValueError)
+ +-- GroupMismatch          the ranks of one group disagree                         (also a ValueError)
  +-- PeerError              another rank is the cause                               (also a RuntimeError)
  |    +-- PeerRefused       it rejected its own arguments; this call is void on all ranks
  |    +-- PeerMasked        it did not come, and is masked if it has left; what was in flight is void on all ranks
@@ -31,7 +31,8 @@ class InvalidArgument(ExpertWireError, ValueError):
 
 
 class GroupMismatch(ExpertWireError, ValueError):
-    """Ranks of one group were created with different settings. The message names the setting and every value."""
+    """Ranks of one group were created with different settings, or make different calls. The message names what differs
+    and every value."""
 
 
 class PeerError(ExpertWireError, RuntimeError):

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from expertwire.errors import HandleError
 from expertwire.layouts.receive import Layout
 
 
@@ -35,7 +36,13 @@ class Handle:
         self._edge: torch.Tensor | None = None
 
     def release(self) -> None:
-        """Declare the handle finished without a combine. Zero-copy views of its dispatch become invalid."""
+        """Declare the handle finished without a combine. Zero-copy views of its dispatch become invalid. HandleError
+        while a deferred combine, which finishes it, has not received yet."""
+        if self._busy:
+            raise HandleError(f"{self} is in use by a combine that has not received yet: call its hook() first")
+        self._finish()
+
+    def _finish(self) -> None:
         if not self.finished:
             self.finished = True
             if self._on_finish is not None:

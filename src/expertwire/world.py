@@ -126,6 +126,9 @@ def device_unavailable(device: str) -> str | None:
         return "torch sees no GPU"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed: pip install 'expertwire[gpu]'"
+    here = torch.cuda.current_device()
+    if device not in ("cuda", f"cuda:{here}"):
+        return f"the current GPU of this process is cuda:{here}: call torch.cuda.set_device before, and pass 'cuda'"
     return None
 
 

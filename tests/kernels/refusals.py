@@ -121,6 +121,51 @@ def check_cached(buf):
     one_batch(buf, 4)
 
 
+def check_cached_device_counts(buf):
+    """A repeat that one rank refuses leaves the handle as it was, in whatever bank."""
+    x, ids = inputs(buf, 3)
+    sent = buf.dispatch(x, ids, counts="device")
+    want = buf.combine(sent.x, sent.handle).x.clone()
+    buf.dispatch(x, handle=sent.handle)
+    for _ in range(3):
+        buf.synchronize()
+        if buf.rank == 1:
+            with pytest.raises(ew.InvalidArgument, match="its handle"):
+                buf.dispatch(x[:3].contiguous(), handle=sent.handle)
+            buf.synchronize()
+        else:
+            refused = False
+            try:
+                buf.dispatch(x, handle=sent.handle)
+                buf.synchronize()
+            except ew.PeerRefused:
+                refused = True
+            assert refused
+        assert_equal(buf.combine(sent.x, sent.handle).x.cpu(), want.cpu())
+        buf.synchronize()
+        again = buf.dispatch(x, handle=sent.handle)
+        buf.synchronize()
+        rows = int(again.num_tokens_per_rank.sum())
+        assert_equal(again.x[:rows].cpu(), sent.x[:rows].cpu())
+    one_batch(buf, 4)
+
+
+def check_new_combine_of_a_void_dispatch(buf):
+    """Whose refusal was raised before: there is nobody to prepare a new kind of combine with."""
+    one_batch(buf, 0, counts="device")
+    sent = mistaken_dispatch(buf, 1, 1, counts="device")
+    if sent is None:
+        buf.synchronize()
+    else:
+        with pytest.raises(ew.PeerRefused):
+            buf.synchronize()
+        bias = torch.zeros(8, HIDDEN, dtype=torch.bfloat16, device=buf.settings.device)
+        with pytest.raises(ew.PeerRefused):
+            buf.combine(sent.x, sent.handle, bias=bias)
+        sent.handle.release()
+    one_batch(buf, 2, counts="device")
+
+
 def check_combine(buf):
     """A combine of which one rank gets the shape, or the handle, wrong."""
     one_batch(buf, 0)
@@ -165,6 +210,7 @@ def check_all(buf):
     check_device_counts(buf)
     check_device_counts(buf, layout=SLOTS)
     check_cached(buf)
+    check_cached_device_counts(buf)
     check_combine(buf)
     check_zero_copy(buf)
     check_rank(buf, COMPACT, BF16(), steps=1)

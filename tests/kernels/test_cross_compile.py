@@ -51,7 +51,7 @@ SIZES = {"R": 8, "RANKS": 8, "E": 256, "hidden": 7168, "BLOCK": 128}
 SLOTS = SIZES | {"EXPERTS": 256, "K": 8, "SLOTS": 8, "TOKENS": 128, "LINES": 64, "PARTS": 1, "UE8M0": False}
 SEND = SIZES | {
     "sf_in": None, "SENDS": 8, "LINES": 64, "width": 7168, "unit_bytes": 2, "SF_UNITS": 64, "sf_unit_bytes": 4,
-    "UE8M0": False, "RECEIVE": True, "K": 8, "SLOTS": 8, "TOKENS": 64, "BLOCKS": 64, "GROUP": 1, "KEYS": 512,
+    "UE8M0": False, "RECEIVE": True, "VOID": 1, "K": 8, "SLOTS": 8, "TOKENS": 64, "BLOCKS": 64, "GROUP": 1, "KEYS": 512,
     "PLACE": True, "COMPACT": False, "topk_idx": None, "topk_weights": None, "indexes": None,
 }  # fmt: skip
 PLACED = {"PLACE": False, "keys": None, "block_counts": None, "first_rows": None}

@@ -26,6 +26,8 @@ CASES = [
     ("device_counts", {}, 2),
     ("device_counts", {"layout": refusals.SLOTS}, 2),
     ("cached", {}, 2),
+    ("cached_device_counts", {}, 2),
+    ("new_combine_of_a_void_dispatch", {}, 2),
     ("combine", {}, 3),
     ("zero_copy", {}, 2),
 ]

@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -12,9 +13,10 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 import expertwire as ew
 from expertwire.engines import device_memory, device_transport_name
 from expertwire.transports import gpus
-from expertwire.transports.device import CudaIpc, SymmMem
+from expertwire.transports.device import CudaIpc, InprocDevice, SymmMem
 from expertwire.transports.gpus import Seat
 from expertwire.transports.inproc import Crew, Rank
+from expertwire.world import device_unavailable
 
 THREADS, PROCESSES = Rank(Crew(2), 0), SimpleNamespace(rank=0, num_ranks=2)
 HERE, BESIDE = (Seat("a", f"uuid{i}", i, "H200", 132) for i in range(2))
@@ -126,6 +128,39 @@ def test_another_backend_in_use_is_said(monkeypatch):
         ew.TransportUnavailable, match=r"\(Backend can not be changed after use\.\); unset TORCH_SYMMMEM"
     ):
         device_transport_name("symm_mem", PROCESSES)
+
+
+def test_only_the_current_gpu_is_taken(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert device_unavailable("cuda") is None
+    assert device_unavailable("cuda:1") is None
+    assert "current GPU of this process is cuda:1" in device_unavailable("cuda:0")
+
+
+def test_without_memory_on_one_rank_all_raise(monkeypatch):
+    """And the next kind of call works."""
+    empty, lacking = torch.empty, [1]
+
+    def limited(*size, **options):
+        if lacking and options.get("dtype") is torch.uint8 and limited.rank.number in lacking:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return empty(*size, **options)
+
+    limited.rank = threading.local()
+
+    def work(rank):
+        limited.rank.number = rank.rank
+        memory = InprocDevice(rank, torch.device("cpu"))
+        with pytest.raises(ew.TransportUnavailable, match=r"rank\(s\) 1 have no memory left .* 64 bytes"):
+            memory.allocate(64)
+        rank.barrier()
+        lacking.clear()
+        rank.barrier()
+        return memory.allocate(64)[0].tolist()
+
+    monkeypatch.setattr(torch, "empty", limited)
+    assert ew.World(2).run(work) == [[0] * 64] * 2
 
 
 def test_memory_is_new_and_its_addresses_are_everybodys(monkeypatch):

@@ -11,6 +11,7 @@ from expertwire.layouts import step_counts
 NUM_ROWS = tl.constexpr(step_counts.NUM_ROWS)
 VOID = tl.constexpr(step_counts.VOID)
 REFUSED = tl.constexpr(step_counts.REFUSED)
+REPEATED = tl.constexpr(step_counts.REPEATED)
 PER_RANK = tl.constexpr(step_counts.PER_RANK)
 
 

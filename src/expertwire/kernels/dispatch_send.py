@@ -17,7 +17,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from expertwire.kernels.counts import VOID
 from expertwire.kernels.memory import ticket_acq_rel
 from expertwire.kernels.place import place_experts, place_ranks
 from expertwire.kernels.profile import dispatch_send_bytes
@@ -60,15 +59,15 @@ def dispatch_send(
     BLOCKS: tl.constexpr, GROUP: tl.constexpr, KEYS: tl.constexpr, PLACE: tl.constexpr, COMPACT: tl.constexpr,
     SENDS: tl.constexpr, ROWS: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr, width: tl.constexpr,
     unit_bytes: tl.constexpr, sf_units: tl.constexpr, SF_UNITS: tl.constexpr, sf_unit_bytes: tl.constexpr,
-    FP8: tl.constexpr, UE8M0: tl.constexpr, RECEIVE: tl.constexpr,
+    FP8: tl.constexpr, UE8M0: tl.constexpr, RECEIVE: tl.constexpr, VOID: tl.constexpr,
 ):  # fmt: skip
     """Rows [T, width], of values (FP8: bfloat16 in, e4m3 out) or of opaque units of `unit_bytes`.
 
     A tile has ROWS * LINES lines of BLOCK columns, LINES of them a row. Scale factors: sf_units units of sf_unit_bytes
     a row, made here (FP8, one a line) or taken from sf_in [T, sf_units]. keys, indexes, block_counts and first_rows are
     of the plan, None without PLACE; topk_idx and topk_weights [T, K] are for COMPACT, whose rows take them along. In a
-    step that the plan found VOID no rows go out, and READY says REFUSED: a peer for whom nobody was late must not take
-    its rows to be complete. With RECEIVE, VOID of `counts` is written.
+    step that the plan found void no rows go out, and READY says REFUSED: a peer for whom nobody was late must not take
+    its rows to be complete. That is in number VOID of `counts`, which is written with RECEIVE.
     """
     line = tl.arange(0, ROWS * LINES)
     column = (line % LINES)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -132,4 +131,4 @@ def dispatch_send(
             tl.store(epochs, epoch)
             signal(word_bases, READY, epoch, tl.where(tl.load(counts + VOID) > 0, -1, 0), rank, R, RANKS)
             if RECEIVE:
-                receive_rows(counts, word_bases, epoch, rank, status, timeout_us, R, RANKS)
+                receive_rows(counts + VOID, word_bases, epoch, rank, status, timeout_us, R, RANKS)

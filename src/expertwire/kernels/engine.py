@@ -158,12 +158,12 @@ class DeviceEngine:
                 "ROWS": tile.rows, "LINES": tile.columns, "BLOCK": rows.block, "width": rows.width,
                 "unit_bytes": rows.unit_bytes, "sf_units": rows.sf_units, "SF_UNITS": pow2(rows.sf_units),
                 "sf_unit_bytes": rows.sf_unit_bytes, "FP8": rows.fp8, "UE8M0": rows.ue8m0, "RECEIVE": receive,
-                "num_warps": tile.warps,
+                "VOID": step.void_at, "num_warps": tile.warps,
             }  # fmt: skip
 
         self.launch(
             dispatch_send, min(max(1, ceil_div(num_tokens, tile.rows)), self.most_blocks),
-            (places, step.bank, tile, plan, receive, *dtypes_of(routing)),
+            (places, step.bank, tile, plan, receive, step.void_at, *dtypes_of(routing)),
             (x, sf, step.sends_to, *routing, step.counts, num_tokens, self.state.timeout_us), rest,
         )  # fmt: skip
 
@@ -175,10 +175,12 @@ class DeviceEngine:
         """The receive half, where it was deferred."""
         if self.num_ranks > 1:
             bank = self.state.banks[step.bank]
-            self.launch(
-                await_rows, 1, (step.bank,), (step.counts, self.state.timeout_us),
-                lambda: self._words(bank.words, bank.epoch),
-            )  # fmt: skip
+
+            def rest() -> Rest:
+                fixed, options = self._words(bank.words, bank.epoch)
+                return fixed, options | {"VOID": step.void_at}
+
+            self.launch(await_rows, 1, (step.bank, step.void_at), (step.counts, self.state.timeout_us), rest)
 
     def export(self, values: torch.Tensor | Part, out: torch.Tensor) -> None:
         """int32 values to pinned host memory."""

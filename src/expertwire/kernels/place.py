@@ -23,7 +23,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from expertwire.kernels.counts import PER_RANK, VOID, sent_to
+from expertwire.kernels.counts import PER_RANK, REPEATED, sent_to
 from expertwire.kernels.memory import ticket_acq_rel
 from expertwire.kernels.routing import (
     DONE,
@@ -191,7 +191,7 @@ def address_rows(
         if ticket_acq_rel(tickets) == tl.num_programs(0) - 1:
             tl.store(tickets, 0)
             void = await_peers(word_bases, DONE, tl.load(epochs), rank, status, timeout_us, R, RANKS)
-            tl.store(counts + VOID, void)
+            tl.store(counts + REPEATED, void)
             if void > 0:  # they may still read what would be overwritten
                 for first in range(0, num_places, PLACES):
                     at = first + tl.arange(0, PLACES)

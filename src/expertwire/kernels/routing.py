@@ -22,7 +22,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from expertwire.kernels.counts import VOID
 from expertwire.kernels.memory import exchange_release, pack_word, ticket_acq_rel, wait
 from expertwire.layouts import device_window
 
@@ -90,11 +89,11 @@ def await_peers(
 
 
 @triton.jit
-def receive_rows(counts, word_bases, epoch, rank, status, timeout_us, R: tl.constexpr, RANKS: tl.constexpr):
-    """Wait for the peers' rows. VOID of `counts` says what was found before, and is written."""
-    void = tl.load(counts + VOID)
+def receive_rows(void_at, word_bases, epoch, rank, status, timeout_us, R: tl.constexpr, RANKS: tl.constexpr):
+    """Wait for the peers' rows. The word at `void_at` says whether the step was void before, and is written."""
+    void = tl.load(void_at)
     late = await_peers(word_bases, READY, epoch, rank, status, timeout_us, R, RANKS, void)
-    tl.store(counts + VOID, void + late)
+    tl.store(void_at, void + late)
 
 
 @triton.jit

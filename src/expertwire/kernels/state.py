@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -15,7 +15,7 @@ from expertwire.kernels.part import Part
 from expertwire.kernels.poison import GUARD_BYTES, guard, poison
 from expertwire.layouts.device_window import DeviceWindow, RowRegion, num_places, row_region
 from expertwire.layouts.receive import Layout
-from expertwire.layouts.step_counts import NUM_ROWS, REFUSED, VOID, StepCounts
+from expertwire.layouts.step_counts import NUM_ROWS, REFUSED, REPEATED, VOID, StepCounts
 from expertwire.topology import Placement
 
 
@@ -143,6 +143,11 @@ class Step:
     fixed: tuple[Part, Part] | None  # EXPERT_SLOTS: padded counts and offsets of every step
     topk_idx: torch.Tensor
     topk_weights: torch.Tensor | None
+    void_at: int = VOID  # which of `counts` says that the dispatch is void
+
+    def repeated(self, bank: int) -> Step:
+        """A dispatch with this plan in another bank."""
+        return replace(self, bank=bank, void_at=REPEATED)
 
     @property
     def routing(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -173,7 +178,7 @@ class Step:
     @property
     def void(self) -> Part:
         """[1]"""
-        return self.counts[VOID : VOID + 1]
+        return self.counts[self.void_at : self.void_at + 1]
 
     @property
     def refused(self) -> Part:
@@ -380,10 +385,10 @@ class DeviceState:
         regions = sum(places.region.total_bytes * self.num_banks for places in self._places.values())
         return self.window.total_bytes + regions
 
-    def known(self, values: list[int]) -> tuple[list[int], list[int], list[int], int, int]:
+    def known(self, values: list[int], void_at: int) -> tuple[list[int], list[int], list[int], int, int]:
         """Of a step's `counts`: per expert, padded, per rank, rows, and, unless 0, that the step is void."""
         parts = self.parts
-        return values[parts.per_expert], values[parts.padded], values[parts.per_rank], values[NUM_ROWS], values[VOID]
+        return values[parts.per_expert], values[parts.padded], values[parts.per_rank], values[NUM_ROWS], values[void_at]
 
     def step(
         self, bank: int, layout: Layout, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None, alignment: int = 1

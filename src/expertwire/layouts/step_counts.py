@@ -1,8 +1,9 @@
 """What kernels count of a step on a device: int32 in one piece, whose parts begin at multiples of 16 bytes.
 
 0           num_rows   rows that arrived, one per (token, rank)
-1           void       unless 0: a rank refused the dispatch that was made last with this plan, or did not come in time
+1           void       unless 0: a rank refused this dispatch, or did not come in time
 2           refused    and the same of its combine, or else of the dispatch
+3           repeated   and of the dispatch that repeated this plan last
 4  [R]      per_rank   rows that arrived from each rank
    [R]      sent       rows sent to each rank
    [L]      per_expert selections of each local expert
@@ -17,7 +18,7 @@ from functools import cached_property
 
 from expertwire._math import round_up
 
-NUM_ROWS, VOID, REFUSED, PER_RANK = 0, 1, 2, 4
+NUM_ROWS, VOID, REFUSED, REPEATED, PER_RANK = 0, 1, 2, 3, 4
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+from expertwire.errors import TransportUnavailable
 from expertwire.transports.base import Bootstrap
 
 
@@ -34,6 +35,23 @@ class _SharedDevice:
         self._gather: Callable[[object], list[Any]] | None = None
         self._kept: list[Any] = []
 
+    def _zeros(self, take: Callable[[], torch.Tensor], num_bytes: int) -> torch.Tensor:
+        """Memory of this rank, zeroed by now. TransportUnavailable on all ranks if one has none left."""
+        own, failure = None, None
+        try:
+            own = take().zero_()
+            if self.device.type == "cuda":
+                torch.cuda.current_stream(self.device).synchronize()
+        except torch.OutOfMemoryError as error:
+            failure = error
+        lacking = [rank for rank, has in enumerate(self.all_gather(failure is None)) if has is False]
+        if own is None or lacking:
+            raise TransportUnavailable(
+                f"rank {self.rank}: rank(s) {', '.join(map(str, lacking))} have no memory left on their GPU for the "
+                f"{num_bytes} bytes that this kind of call needs, and it is taken on all ranks or none: see size_hint"
+            ) from failure
+        return own
+
     def all_gather(self, value: object) -> list[Any]:
         return (self._gather or self._group.all_gather)(value)
 
@@ -51,9 +69,7 @@ class InprocDevice(_SharedDevice):
     any_address = True
 
     def allocate(self, num_bytes: int) -> tuple[torch.Tensor, list[int]]:
-        own = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+        own = self._zeros(lambda: torch.empty(num_bytes, dtype=torch.uint8, device=self.device), num_bytes)
         everyone = self._group.all_gather(own)
         self._kept.append(everyone)
         return own, [t.data_ptr() for t in everyone]
@@ -69,8 +85,7 @@ class CudaIpc(_SharedDevice):
     def allocate(self, num_bytes: int) -> tuple[torch.Tensor, list[int]]:
         from torch.multiprocessing.reductions import reduce_tensor
 
-        own = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
-        torch.cuda.current_stream(self.device).synchronize()
+        own = self._zeros(lambda: torch.empty(num_bytes, dtype=torch.uint8, device=self.device), num_bytes)
         # One recipe for each peer: torch counts those who have taken one, and keeps the memory until all have left it.
         offers = [None if peer == self.rank else reduce_tensor(own) for peer in range(self.num_ranks)]  # type: ignore[no-untyped-call]
         found = self.all_gather(offers)
@@ -113,9 +128,9 @@ class SymmMem(_SharedDevice):
         most = max(size or 0 for size in self.all_gather(num_bytes))
         # Not `_symmetric_memory.empty`, which takes blocks from a pool: a rank that is given a block of a buffer it has
         # closed does not meet peers that get a new one.
-        own = _SymmetricMemory.empty_strided_p2p((most,), (1,), torch.uint8, self.device)
-        own.zero_()
-        torch.cuda.current_stream(self.device).synchronize()
+        own = self._zeros(
+            lambda: _SymmetricMemory.empty_strided_p2p((most,), (1,), torch.uint8, self.device), num_bytes
+        )
         shared = _symmetric_memory.rendezvous(own, self._process_group)  # ends when everybody has mapped
         self._kept.append((own, shared))
         return own[:num_bytes], [int(address) for address in shared.buffer_ptrs]
