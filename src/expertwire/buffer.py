@@ -73,9 +73,10 @@ class Buffer:
                               dispatch that is held (not received, or zero-copy views not given back) holds up the
                               `max_in_flight`-th dispatch after it, with InFlightError
     timeout_s, on_timeout     longest wait for peers, None = for ever (on a GPU 35 minutes, the most); then "raise"
-                              PeerTimeout, or "mask" them: skip them from then on. A peer whose process has ended is noticed at once. On a GPU after
-                              `timeout_s`, all raise PeerMasked once, and ranks that have left are masked; "end" first
-                              ends the process of one that does not come (SIGKILL). See docs/gpu.md
+                              PeerTimeout, or "mask" them: skip them from then on. A peer whose process has ended is
+                              noticed at once. On a GPU after `timeout_s`, all raise PeerMasked once, and ranks that
+                              have left are masked; "end" first ends the process of one that does not come (SIGKILL).
+                              See docs/gpu.md
     validate                  check that ids are in range (and distinct for EXPERT_SLOTS; on a GPU only with
                               counts="host", and repeats are dropped and counted in `statistics`)
     debug_poison              fill windows and unused rows with NaN, and check guards at close
