@@ -80,11 +80,14 @@ class Dispatcher:
             try:
                 received = receive()
             except BaseException:
-                plan.handle.finished = True
+                plan.handle.finished = plan.handle.finished or not plan.cached
                 raise
             if not plan.cached:
                 plan.handle._arrived = received.placed
-                plan.handle._on_finish = (lambda: self._steps.end_dispatch(epoch)) if zero_copy else None
+            if zero_copy and plan.handle.finished:  # released before it received
+                self._steps.end_dispatch(epoch)
+            elif zero_copy:
+                plan.handle._on_finish = lambda: self._steps.end_dispatch(epoch)
             return self._fields(plan, received)
 
         return record(Dispatched, complete, defer_receive, handle=plan.handle, event=None)
