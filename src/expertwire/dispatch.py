@@ -200,7 +200,9 @@ class Dispatcher:
         later = _Later(placed, plan.routing.weighted, not plan.arrangement.fixed_size, x)
         fields: dict[str, Any] = {"missing_ranks": self._engine.runtime.masked_ranks, "_later": later}
         if received.needs_grad:
-            x, fields["topk_weights"] = self._tie(plan, placed, x, later.topk_weights())
+            x, weights = self._tie(plan, placed, x, None if plan.cached else later.topk_weights())
+            if weights is not None:
+                fields["topk_weights"] = weights
         fields["x"], fields["sf"] = x, sf
         return fields
 
