@@ -16,6 +16,25 @@ import torch
 Gradients = Callable[[list[torch.Tensor | None]], Sequence[torch.Tensor | None]]
 
 
+class Kept:
+    """A tensor that a backward pass needs as it is now, when a call reads it."""
+
+    def __init__(self, name: str, tensor: torch.Tensor) -> None:
+        self.tensor = tensor.detach()
+        self._name, self._version = name, _version(tensor)
+
+    def raise_if_modified(self) -> None:
+        if _version(self.tensor) != self._version:
+            raise RuntimeError(
+                f"{self._name}, needed for gradient computation, has been modified by an inplace operation"
+            )
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """Tensors of torch.inference_mode have none."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 class _Edge(torch.autograd.Function):
     """Outputs that were computed already, tied to the inputs that their gradients belong to."""
 

@@ -256,7 +256,8 @@ class Buffer:
         reduce         EXPERT_* only: "token" sums rows in ascending slots; "rank" sums each rank's rows there, rounds,
                        and sends one row per (token, rank), which is less traffic
         wire           None, or LogFMT10() and the like: how rows travel
-        defer_receive  send only; the record's hook() receives, and x may be overwritten meanwhile
+        defer_receive  send only; the record's hook() receives, and x may be overwritten meanwhile, unless rows are
+                       weighted and a backward pass follows, which raises then
 
         EXPERT_* rows are weighted by the topk_weights given to dispatch, COMPACT rows are not. Raises as dispatch does.
         """

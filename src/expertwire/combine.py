@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from expertwire import _check
-from expertwire.autograd import attach
+from expertwire.autograd import Kept, attach
 from expertwire.call import Context, any_requires_grad, as_rows, check_handle, record
 from expertwire.errors import InvalidArgument
 from expertwire.formats import BF16, WireFormat
@@ -58,6 +58,7 @@ class Combiner:
         handle._busy = True
         placed: Placed = handle._arrived
         weights = None if topk_weights is None else topk_weights.detach()[: placed.arrivals.num_rows]
+        kept = Kept("combine's input x", x) if plan.weighted else None
         receive = self._steps.combine(
             epoch, x, placed, handle._routing, plan.header, plan.wire, rows=plan.rows, weighted=plan.weighted,
             weights=weights, biases=[b.detach() for b in plan.biases],
@@ -70,7 +71,7 @@ class Combiner:
             finally:
                 handle._busy = False
             handle.release()
-            combined, returned = self._tie(plan, sums) if sums.needs_grad else (sums.x, sums.weights)
+            combined, returned = self._tie(plan, sums, kept) if sums.needs_grad else (sums.x, sums.weights)
             return {"x": combined, "topk_weights": returned, "num_missing": sums.num_missing}
 
         return record(Combined, complete, defer_receive, event=None)
@@ -109,7 +110,7 @@ class Combiner:
 
     # -- gradients -----------------------------------------------------------------------------------------------
 
-    def _tie(self, plan: _Plan, sums: Sums) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _tie(self, plan: _Plan, sums: Sums, kept: Kept | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Backward of combine: the sums' gradients are dispatched along the same routing.
 
         A weighted row's gradient is weight * g, and its weight's gradient the dot product of row and g, which only the
@@ -118,9 +119,10 @@ class Combiner:
         handle, shape, num_biases = plan.handle, plan.x.shape, len(plan.biases)
         placed: Placed = handle._arrived
         returned = None if plan.topk_weights is None else plan.topk_weights.shape
-        x, version = (plan.x.detach(), plan.x._version) if plan.weighted else (None, 0)
 
         def backward(grads: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+            if kept is not None:
+                kept.raise_if_modified()
             grad_sums = as_rows(grads[0], handle.num_tokens, self._settings.hidden)
             spread = self._spread(handle, grad_sums, None if returned is None else grads[1])
             grad_rows = spread.payload
@@ -129,10 +131,8 @@ class Combiner:
                 grad_returned = torch.zeros(returned)
                 arrivals = spread.placed.arrivals
                 grad_returned[: arrivals.num_rows] = torch.from_numpy(arrivals.weights)
-            if x is not None:
-                if x._version != version:
-                    raise RuntimeError("combine's input x was modified in place before its backward pass")
-                grad_weights = self._gradient_of_weights(handle, grad_rows, x)
+            if kept is not None:
+                grad_weights = self._gradient_of_weights(handle, grad_rows, kept.tensor)
                 scale = torch.from_numpy(placed.row_weights())
                 grad_rows = (scale[:, None] * grad_rows.float()).to(torch.bfloat16)
             return [grad_rows.view(shape), grad_returned, grad_weights, *[grad_sums] * num_biases]

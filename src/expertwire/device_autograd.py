@@ -15,7 +15,7 @@ from collections.abc import Hashable, Sequence
 import torch
 
 from expertwire._check import Settings
-from expertwire.autograd import Gradients, attach
+from expertwire.autograd import Gradients, Kept, attach
 from expertwire.call import any_requires_grad
 from expertwire.device_steps import Arrived, DeviceSteps, aligned, collect_values, expose_values
 from expertwire.errors import BufferClosed, HandleError, TransportUnavailable
@@ -86,27 +86,26 @@ class DeviceGradients:
 
     def tie_combine(
         self, handle: Handle, y: torch.Tensor, topk_weights: torch.Tensor | None, biases: Sequence[torch.Tensor],
-        summed: torch.Tensor, returned: torch.Tensor | None, kept: torch.Tensor | None,
+        summed: torch.Tensor, returned: torch.Tensor | None, kept: Kept | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
         """y, topk_weights, biases: the inputs; summed, returned: the outputs, which come back tied. `kept` is y as the
         backward pass may read it, if rows are weighted."""
         arrived: Arrived = handle._arrived
         shape, num_biases, returns = y.shape, len(biases), returned is not None
-        weights = None if kept is None else handle.topk_weights
-        versions = [t._version for t in (kept, weights) if t is not None]
+        weights = None
+        if kept is not None and handle.topk_weights is not None:
+            weights = Kept("topk_weights of combine's dispatch", handle.topk_weights)
+        needed = [k for k in (kept, weights) if k is not None]
 
         def backward(grads: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-            self._raise_if_unusable(arrived)
-            if versions != [t._version for t in (kept, weights) if t is not None]:
-                raise RuntimeError(
-                    "combine's input x, or the topk_weights of its dispatch, was modified in place before the backward"
-                )
+            self._raise_if_unusable(arrived, needed)
             num_tokens, num_topk = arrived.step.topk_idx.shape
             grad_sums = self._as_rows(grads[0], num_tokens)
-            values = None if weights is None else aligned(weights.detach())
+            values = None if weights is None else aligned(weights.tensor)
             if returns:
                 values = self._as_values(grads[1], num_tokens, num_topk)
-            grad_rows, grad_values = self._spread(grad_sums, values, kept, arrived)
+            rows = None if kept is None else kept.tensor
+            grad_rows, grad_values = self._spread(grad_sums, values, rows, arrived)
             grad_weights = None if kept is None else collect_values(self._runtime, arrived.step)
             return [grad_rows.view(shape), grad_values, grad_weights, *[grad_sums] * num_biases]
 
@@ -164,7 +163,7 @@ class DeviceGradients:
                 backward([None, None])
             self._rehearsed.add(key)
 
-    def _raise_if_unusable(self, arrived: Arrived) -> None:
+    def _raise_if_unusable(self, arrived: Arrived, needed: Sequence[Kept] = ()) -> None:
         rank, failure = self._engine.rank, self._steps.failure
         if self._runtime.closed:
             raise BufferClosed(f"rank {rank}: a backward pass needs its buffer, which is closed")
@@ -173,10 +172,14 @@ class DeviceGradients:
                 f"rank {rank}: no backward pass, since a call failed in the middle: {failure}"
             ) from failure
         self._steps.raise_if_outdated(arrived.restarts)
-        if arrived.step.bank in self._steps.combining and not self._runtime.rehearsing:
+        if self._runtime.rehearsing:
+            return
+        if arrived.step.bank in self._steps.combining:
             raise HandleError(
                 f"rank {rank}: a backward pass needs the bank of a combine that was deferred; call its hook() first"
             )
+        for kept in needed:
+            kept.raise_if_modified()
 
     def _as_rows(self, grad: torch.Tensor | None, num_rows: int) -> torch.Tensor:
         if grad is None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from expertwire import _check
+from expertwire.autograd import Kept
 from expertwire.call import record
 from expertwire.device_autograd import DeviceGradients
 from expertwire.device_steps import (
@@ -149,7 +150,7 @@ class DeviceCombiner:
                 raise
         kept = None
         if differentiable and weighted:
-            kept = y.clone() if self._state.owns(y) else y
+            kept = Kept("combine's input x", y.clone() if self._state.owns(y) else y)
         if late:
             steps.combining.add(step.bank)
         handle._busy = defer_receive

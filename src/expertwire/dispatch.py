@@ -80,11 +80,14 @@ class Dispatcher:
             try:
                 received = receive()
             except BaseException:
-                plan.handle.finished = True
+                plan.handle.finished = plan.handle.finished or not plan.cached
                 raise
             if not plan.cached:
                 plan.handle._arrived = received.placed
-                plan.handle._on_finish = (lambda: self._steps.end_dispatch(epoch)) if zero_copy else None
+            if zero_copy and plan.handle.finished:  # released before it received
+                self._steps.end_dispatch(epoch)
+            elif zero_copy:
+                plan.handle._on_finish = lambda: self._steps.end_dispatch(epoch)
             return self._fields(plan, received)
 
         return record(Dispatched, complete, defer_receive, handle=plan.handle, event=None)
@@ -197,7 +200,9 @@ class Dispatcher:
         later = _Later(placed, plan.routing.weighted, not plan.arrangement.fixed_size, x)
         fields: dict[str, Any] = {"missing_ranks": self._engine.runtime.masked_ranks, "_later": later}
         if received.needs_grad:
-            x, fields["topk_weights"] = self._tie(plan, placed, x, later.topk_weights())
+            x, weights = self._tie(plan, placed, x, None if plan.cached else later.topk_weights())
+            if weights is not None:
+                fields["topk_weights"] = weights
         fields["x"], fields["sf"] = x, sf
         return fields
 

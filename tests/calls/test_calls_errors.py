@@ -310,6 +310,27 @@ def test_a_failed_hook_stays_failed():
     world(3, failed_hooks)
 
 
+def refused_repeats(rank, zero_copy):
+    """Only the repeat is void: the handle that it names is as it was, on all ranks."""
+    with make(rank, max_in_flight=3) as buf:
+        x, ids = inputs(buf)
+        sent = buf.dispatch(x, ids, layout=EXPERT_MAJOR, zero_copy=zero_copy)
+        wrong = x[:5] if rank.rank == 0 else x
+        with pytest.raises(ew.InvalidArgument if rank.rank == 0 else ew.PeerRefused, match="rank 0: x has 5 tokens"):
+            buf.dispatch(wrong, handle=sent.handle)
+        assert not sent.handle.finished
+        assert torch.equal(buf.dispatch(x, handle=sent.handle).x, sent.x)
+        assert torch.equal(buf.combine(sent.x, sent.handle).x, 2 * x)
+        assert sent.handle.finished
+        for _ in range(4):  # all banks are in use again
+            round_trip(buf)
+
+
+@pytest.mark.parametrize("zero_copy", [False, True])
+def test_a_refused_repeat_leaves_its_handle_as_it_was(zero_copy):
+    world(3, refused_repeats, zero_copy)
+
+
 def after_close(rank):
     """Everything that is left of a closed buffer raises, or does nothing; no window is touched."""
     buf = make(rank, max_in_flight=4)

@@ -83,6 +83,22 @@ def test_zero_copy_holds_its_bank():
     world(2, zero_copy_holds_a_bank)
 
 
+def released_before_it_received(rank):
+    """The memory is given back as soon as nobody writes to it, which is when the hook has received."""
+    with make(rank) as buf:
+        x, ids = inputs(buf)
+        for _ in range(5):  # more than there are banks
+            sent = buf.dispatch(x, ids, zero_copy=True, defer_receive=True)
+            sent.handle.release()
+            sent.hook()
+            sent.handle.release()
+        round_trip(buf)
+
+
+def test_a_zero_copy_handle_that_is_released_before_it_received():
+    world(2, released_before_it_received)
+
+
 def zero_copy_and_gradients(rank):
     """Recycled views never reach a backward pass."""
     with make(rank, max_in_flight=1) as buf:

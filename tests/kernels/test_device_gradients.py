@@ -62,7 +62,7 @@ def illegal_calls(group):
     back = buf.combine(y, sent.handle)
     with torch.no_grad():
         y.mul_(2)
-    with pytest.raises(RuntimeError, match="modified in place"):
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         back.x.sum().backward()
     with torch.no_grad():
         assert not buf.dispatch(x, ids).x.requires_grad
@@ -98,6 +98,34 @@ def rows_in_memory_of_the_buffer(group):
 
 def test_rows_in_memory_of_the_buffer(processes):
     processes.run(rows_in_memory_of_the_buffer, num_ranks=1)
+
+
+def rows_overwritten_before_the_hook(group):
+    """The weights' gradients need combine's x as it was sent; what came back is right at any rate."""
+    buf = interpreted_buffer(group)
+    x, ids, weights = batch()
+    for overwritten in (True, False):
+        weights = weights.detach().clone().requires_grad_()
+        sent = buf.dispatch(x, ids, weights, layout=MAJOR)
+        y = sent.x.detach().clone()
+        pending = buf.combine(y, sent.handle, defer_receive=True)
+        if overwritten:
+            y.zero_()
+        back = pending.hook().x
+        if overwritten:
+            wanted = back.detach().clone()
+            with pytest.raises(RuntimeError, match=r"x, needed for gradient .* modified by an inplace operation"):
+                back.float().sum().backward()
+        else:
+            assert torch.equal(back, wanted)
+            back.float().sum().backward()
+            torch.testing.assert_close(weights.grad, x.float().sum(dim=1, keepdim=True).expand(5, TOPK))
+    torch.distributed.barrier(group)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_rows_overwritten_before_the_hook(processes, num_ranks):
+    processes.run(rows_overwritten_before_the_hook, num_ranks=num_ranks)
 
 
 def a_deferred_combine_in_the_way(group):
