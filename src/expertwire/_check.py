@@ -100,6 +100,8 @@ def tensor(
         problem = f"have shape {meaning.format(list(dims))}, got {list(value.shape)}"
     elif not value.is_contiguous():
         problem = f"be contiguous, got strides {value.stride()}; pass {name}.contiguous()"
+    elif dtypes is None and value.is_conj():
+        problem = f"hold its values, got a conjugate view, whose memory holds others; pass {name}.resolve_conj()"
     else:
         return value
     raise InvalidArgument(f"rank {rank}: {name} must {problem}")

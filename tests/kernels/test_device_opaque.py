@@ -1,6 +1,7 @@
 """Rows given as (payload, scale factors) to a GPU's Buffer, as on the CPU; kernels in the interpreter."""
 
 import importlib.util
+import re
 
 import pytest
 import torch
@@ -129,6 +130,20 @@ def in_memory(group):
 
 def test_rows_in_any_memory(processes):
     processes.run(in_memory, num_ranks=1, timeout_s=120)
+
+
+def conjugate(group):
+    """The bytes of a lazy view are not its values."""
+    for buf in buffers(group):
+        ids, x = uniform_routing(7, 5, TOPK, EXPERTS), torch.full((5, 2), 1 + 2j)
+        for pair, name in (((x.conj(), x), "x[0]"), ((x, x.conj()), "x[1]")):
+            with pytest.raises(InvalidArgument, match=f"{re.escape(name)} must hold its values.*resolve_conj"):
+                buf.dispatch(pair, ids)
+        assert (buf.dispatch((x.conj().resolve_conj(), x), ids).x == 1 - 2j).all()
+
+
+def test_conjugate_views(processes):
+    processes.run(conjugate, num_ranks=1, timeout_s=120)
 
 
 def too_wide(group):
