@@ -10,7 +10,7 @@ import torch
 from expertwire.errors import InvalidArgument
 from expertwire.formats import BF16, FP8Block, WireFormat
 from expertwire.layouts.receive import Layout
-from expertwire.layouts.rows import max_combine_bytes, max_data_bytes
+from expertwire.layouts.rows import DispatchRow, max_combine_bytes, max_data_bytes
 from expertwire.protocols.epoch_signal import MAX_COUNT
 from expertwire.topology import Placement
 
@@ -100,6 +100,8 @@ def tensor(
         problem = f"have shape {meaning.format(list(dims))}, got {list(value.shape)}"
     elif not value.is_contiguous():
         problem = f"be contiguous, got strides {value.stride()}; pass {name}.contiguous()"
+    elif dtypes is None and value.is_conj():
+        problem = f"hold its values, got a conjugate view, whose memory holds others; pass {name}.resolve_conj()"
     else:
         return value
     raise InvalidArgument(f"rank {rank}: {name} must {problem}")
@@ -137,7 +139,14 @@ def combine_wire(rank: int, wire: object, hidden: int) -> WireFormat:
     return wire
 
 
-def row_fits(rank: int, data_bytes: int, payload_bytes: int, sf_bytes: int, hidden: int) -> None:
+def aligned(rank: int, name: str, value: torch.Tensor) -> None:
+    """On a GPU, whose kernels are compiled for that."""
+    if value.data_ptr() % 16:
+        raise InvalidArgument(f"rank {rank}: {name} must begin at a multiple of 16 bytes; pass {name}.clone()")
+
+
+def row_fits(rank: int, payload_bytes: int, sf_bytes: int, hidden: int) -> None:
+    data_bytes = DispatchRow(payload_bytes, sf_bytes).data_bytes
     if data_bytes > max_data_bytes(hidden):
         raise InvalidArgument(
             f"rank {rank}: a row of {payload_bytes} payload and {sf_bytes} scale bytes needs {data_bytes} bytes, but "

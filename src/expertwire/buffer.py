@@ -213,7 +213,7 @@ class Buffer:
         """Send every token's row to the ranks of its experts. Collective; T may be 0 and differ between ranks.
 
         x                  [T, hidden] bfloat16; or a tuple (payload [T, W], scale factors [T, S]) of any dtype, whose
-                           bytes travel as they are
+                           bytes travel as they are. On a GPU x, or the payload, begins at a multiple of 16 bytes
         topk_idx           [T, num_topk] int32 or int64 expert ids, -1 = no selection; a token may name an expert twice
         topk_weights       [T, num_topk] float32; combine of an EXPERT_* layout weights by them. On a GPU it reads them
                            then: leave them as they are until it is done
@@ -259,7 +259,8 @@ class Buffer:
         defer_receive  send only; the record's hook() receives, and x may be overwritten meanwhile, unless rows are
                        weighted and a backward pass follows, which raises then
 
-        EXPERT_* rows are weighted by the topk_weights given to dispatch, COMPACT rows are not. Raises as dispatch does.
+        EXPERT_* rows are weighted by the topk_weights given to dispatch, COMPACT rows are not. On a GPU x, topk_weights
+        and bias begin at multiples of 16 bytes. Raises as dispatch does.
         """
         self._raise_if_unusable()
         record: Combined = self._combine(x, handle, topk_weights, bias, reduce, wire, defer_receive)

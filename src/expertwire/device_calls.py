@@ -177,21 +177,18 @@ class DeviceDispatcher:
                 rank, "x[1]", x[1], None, (payload.shape[0], None), "[num_tokens, scales]", self._state.device
             )
             rows = Rows.opaque(payload.shape[1] * payload.element_size(), sf.shape[1] * sf.element_size())
-            _check.row_fits(
-                rank, rows.payload_bytes + rows.sf_bytes, rows.payload_bytes, rows.sf_bytes, settings.hidden
-            )
-            units = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
-            found = payload.view(torch.uint8).view(units[rows.unit_bytes])
-            factors = aligned(sf).view(torch.uint8).view(units[rows.sf_unit_bytes])
+            _check.row_fits(rank, rows.payload_bytes, rows.sf_bytes, settings.hidden)
+            _check.aligned(rank, "x[0]", payload)
+            found = _in_units(payload, rows.width, rows.unit_bytes)
+            factors = _in_units(sf, rows.sf_units, rows.sf_unit_bytes)
             dtypes: Dtypes = (payload.dtype, sf.dtype)
         else:
             dims, factors = (None, settings.hidden), None
-            found = _check.tensor(rank, "x", x, (torch.bfloat16,), dims, self._meaning, self._state.device)
+            found = plain(_check.tensor(rank, "x", x, (torch.bfloat16,), dims, self._meaning, self._state.device))
+            _check.aligned(rank, "x", found)
             rows, dtypes = _rows_of(wire, settings.hidden)
         _check.tokens(rank, "x", found.shape[0], settings.num_max_tokens_per_rank)
-        if found.data_ptr() % 16:
-            raise InvalidArgument(f"rank {rank}: x must begin at a multiple of 16 bytes")
-        return plain(found), factors, rows, dtypes
+        return found, factors, rows, dtypes
 
     def _check_routing(self, topk_idx: Any, topk_weights: Any, num_tokens: int, *, exact: bool) -> None:
         rank, settings = self._rank, self._settings
@@ -275,8 +272,8 @@ class DeviceDispatcher:
         found = self._windows.get(key)
         if found is None:
             most, sf = self._most_rows(step, places), places.sf(step.bank)
-            x = places.payload(step.bank)[:most].view(dtypes[0])
-            factors = None if sf is None or dtypes[1] is None else sf[:most].view(dtypes[1])
+            x = _of_dtype(places.payload(step.bank)[:most], dtypes[0])
+            factors = None if sf is None or dtypes[1] is None else _of_dtype(sf[:most], dtypes[1])
             if step.layout is Layout.EXPERT_SLOTS:
                 groups = (self._state.num_local_experts, self._state.slot_room)
                 x = x.view(*groups, x.shape[1])
@@ -372,6 +369,20 @@ class _LaterOfDispatch(Later):
 def _decoded_or_not(wire: WireFormat | None) -> tuple[WireFormat | None, ...]:
     """Both ways in which the receivers of a kind of call may ask for rows: each rank for itself."""
     return (wire, replace(wire, decode=not wire.decode)) if isinstance(wire, FP8Block) else (wire,)
+
+
+def _in_units(part: torch.Tensor, width: int, unit_bytes: int) -> torch.Tensor:
+    """Contiguous opaque rows as [T, width] units. torch minds strides of columns that stand alone, and where in its
+    storage a tensor begins; kernels mind the address."""
+    found = aligned(plain(part).as_strided((part.numel(),), (1,)).view(torch.uint8))
+    if found.storage_offset() % unit_bytes:
+        found = found.clone()
+    return found.view({4: torch.int32, 2: torch.int16, 1: torch.uint8}[unit_bytes]).view(part.shape[0], width)
+
+
+def _of_dtype(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Bytes [rows, bytes], also none, as values of a dtype."""
+    return rows.reshape(-1).view(dtype).view(rows.shape[0], rows.shape[1] // dtype.itemsize)
 
 
 @lru_cache(maxsize=64)

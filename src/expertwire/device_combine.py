@@ -212,6 +212,7 @@ class DeviceCombiner:
         dims = self._dims(handle)
         meaning = "{}, as the dispatch of this handle returned"
         _check.tensor(rank, "x", x, (torch.bfloat16,), dims, meaning, self._state.device)
+        _check.aligned(rank, "x", x)
         if topk_weights is not None:
             if handle.layout is not Layout.COMPACT:
                 raise InvalidArgument(
@@ -219,14 +220,14 @@ class DeviceCombiner:
                 )
             dims = (handle._arrived.num_rows, settings.num_topk)
             _check.tensor(rank, "topk_weights", topk_weights, (torch.float32,), dims, device=self._state.device)
+            _check.aligned(rank, "topk_weights", topk_weights)
         biases = () if bias is None else tuple(bias) if isinstance(bias, (tuple, list)) else (bias,)
         if len(biases) > 2:
             raise InvalidArgument(f"rank {rank}: bias must be one or two tensors, got {len(biases)}")
         for one in biases:
             dims = (handle.num_tokens, settings.hidden)
             _check.tensor(rank, "bias", one, (torch.bfloat16,), dims, device=self._state.device)
-        if True in [t.data_ptr() % 16 > 0 for t in (x, topk_weights, *biases) if t is not None and t.numel()]:
-            raise InvalidArgument(f"rank {rank}: x, topk_weights and bias must begin at multiples of 16 bytes")
+            _check.aligned(rank, "bias", one)
         return biases
 
 

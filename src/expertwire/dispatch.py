@@ -188,8 +188,7 @@ class Dispatcher:
         sf = _check.tensor(rank, "x[1]", x[1], None, (payload.shape[0], None), f"[{payload.shape[0]}, scales]")
         _check.tokens(rank, "x[0]", payload.shape[0], settings.num_max_tokens_per_rank)
         rows = self._engine.opaque(payload.detach(), sf.detach())
-        data_bytes = self._engine.dispatch_row(rows.payload_bytes, rows.sf_bytes).data_bytes
-        _check.row_fits(rank, data_bytes, rows.payload_bytes, rows.sf_bytes, settings.hidden)
+        _check.row_fits(rank, rows.payload_bytes, rows.sf_bytes, settings.hidden)
         return rows, (payload.dtype, sf.dtype)
 
     # -- the record ----------------------------------------------------------------------------------------------

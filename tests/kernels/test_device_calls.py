@@ -21,7 +21,7 @@ from interpreted_buffer import interpreted_buffer
 
 from expertwire import reference
 from expertwire.buffer import Buffer
-from expertwire.errors import HandleError
+from expertwire.errors import HandleError, InvalidArgument
 from expertwire.formats import BF16, FP8Block, LogFMT10
 from expertwire.testing import assert_equal, random_rows, uniform_routing
 from expertwire.topology import Placement
@@ -206,3 +206,80 @@ def zero_copy_tensors(group, layout, counts):
 @pytest.mark.parametrize(("layout", "counts"), [(SLOTS, "device"), (MAJOR, "device"), (MAJOR, "host")])
 def test_zero_copy_tensors_are_the_callers_own(processes, layout, counts):
     processes.run(zero_copy_tensors, layout, counts, num_ranks=1, timeout_s=120)
+
+
+def values_of_one_row(group):
+    """What torch calls contiguous may have any stride where there is one row."""
+    buf = interpreted_buffer(group, num_topk=1)
+    sent = buf.dispatch(random_rows(1, 1, HIDDEN), torch.tensor([[3]]))
+    weights = torch.full((1, 1), 7.0).expand(5, 1)[:1]
+    assert weights.is_contiguous()
+    assert weights.stride() == (0, 1)
+    assert buf.combine(sent.x, sent.handle, topk_weights=weights).topk_weights.tolist() == [[7.0]]
+
+
+def test_values_of_one_row(processes):
+    processes.run(values_of_one_row, num_ranks=1, timeout_s=120)
+
+
+def endless(group):
+    """As long as kernels can count."""
+    buf = interpreted_buffer(group)
+    x, ids = random_rows(buf.rank, 5, HIDDEN), uniform_routing(buf.rank, 5, TOPK, EXPERTS)
+    for seconds in (float("inf"), 1e6, None):
+        buf.timeout_s = seconds
+        assert buf.timeout_s == seconds
+        assert buf._steps.engine.state.timeout_us == (1 << 31) - 1
+        buf.dispatch(x, ids).handle.release()
+    buf.timeout_s = 1e-9
+    assert buf._steps.engine.state.timeout_us == 1
+
+
+def test_a_time_out_that_never_comes(processes):
+    processes.run(endless, num_ranks=2, timeout_s=120)
+
+
+def budget(group, num_sms):
+    """Blocks of a launch that moves rows. In EXPERT_SLOTS one of them counts, so that there are two at least."""
+    buf = interpreted_buffer(group, num_sms=num_sms, strict_sms=True)
+    launch, grids = buf._steps.engine.launch, {}
+    interpret = launch._interpret
+
+    def note(kernel, grid, *rest):
+        grids.setdefault(kernel.fn.__name__, set()).add(grid)
+        interpret(kernel, grid, *rest)
+
+    launch._interpret = note
+    check_rank(buf, SLOTS, FP8Block(), steps=1)
+    assert grids["dispatch_slots"] == {max(2, num_sms)}
+    assert grids["copy_rows"] == grids["combine_gather"] == {num_sms}
+
+
+@pytest.mark.parametrize("num_sms", [1, 3])
+def test_a_strict_budget(processes, num_sms):
+    processes.run(budget, num_sms, num_ranks=1, timeout_s=120)
+
+
+def misaligned(group):
+    """Refused with what helps."""
+    buf = interpreted_buffer(group)
+
+    def shifted(t):
+        return torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape)
+
+    x, ids = random_rows(1, 5, HIDDEN), uniform_routing(1, 5, TOPK, EXPERTS)
+    hint = r"{0} must begin at a multiple of 16 bytes; pass {0}\.clone\(\)"
+    with pytest.raises(InvalidArgument, match=hint.format("x")):
+        buf.dispatch(shifted(x), ids)
+    sent = buf.dispatch(shifted(x).clone(), ids)
+    with pytest.raises(InvalidArgument, match=hint.format("x")):
+        buf.combine(shifted(sent.x), sent.handle)
+    with pytest.raises(InvalidArgument, match=hint.format("topk_weights")):
+        buf.combine(sent.x, sent.handle, topk_weights=shifted(torch.zeros(len(sent.x), TOPK)))
+    with pytest.raises(InvalidArgument, match=hint.format("bias")):
+        buf.combine(sent.x, sent.handle, bias=(x, shifted(x)))
+    assert_equal(buf.combine(sent.x, sent.handle).x, x)
+
+
+def test_misaligned_rows(processes):
+    processes.run(misaligned, num_ranks=1, timeout_s=120)

@@ -133,6 +133,27 @@ def test_opaque_rows():
     ew.World(2, device="cuda").run(rank_work)
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e8m0fnu, torch.float8_e4m3fnuz, torch.float8_e4m3fn])
+def test_opaque_rows_of_any_dtype(dtype):
+    def rank_work(rank):
+        payload = torch.arange(10 * 48, dtype=torch.uint8, device="cuda").view(10, 48).view(dtype)
+        sf = torch.arange(10 * 8, dtype=torch.uint8, device="cuda").view(10, 8).view(dtype)
+        ids = torch.arange(TOPK, device="cuda").expand(10, TOPK).contiguous()
+        with buffer(rank) as buf:
+            for zero_copy in (False, True):
+                sent = buf.dispatch((payload, sf), ids, zero_copy=zero_copy)
+                assert (sent.x.dtype, sent.sf.dtype) == (dtype, dtype)
+                assert (sent.x.view(torch.uint8) == payload.view(torch.uint8)).all()
+                assert (sent.sf.view(torch.uint8) == sf.view(torch.uint8)).all()
+                empty = buf.dispatch((payload[:, :0].contiguous(), sf), ids, zero_copy=zero_copy)
+                assert (empty.x.shape, empty.x.dtype) == ((10, 0), dtype)
+                assert (empty.sf.view(torch.uint8) == sf.view(torch.uint8)).all()
+                sent.handle.release()
+                empty.handle.release()
+
+    ew.World(1, device="cuda").run(rank_work)
+
+
 def test_graph_with_changing_inputs():
     def rank_work(rank):
         with buffer(rank, max_in_flight=1) as buf:

@@ -38,6 +38,15 @@ def test_the_interpreter_gets_a_tensor_of_a_part():
     assert (found.dtype, found.tolist()) == (torch.int64, [[2 | 3 << 32], [4 | 5 << 32]])
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e8m0fnu, torch.float8_e4m3fnuz, torch.bool])
+def test_a_kernel_gets_bytes_of_dtypes_that_triton_does_not_have(dtype):
+    kernel, start, memory = Interpreted(), launch.Launcher(), torch.arange(16, dtype=torch.uint8)
+    start(kernel, 1, ("kind",), (memory.view(dtype).view(1, -1), memory.view(torch.bfloat16)), lambda: ((), {}))
+    [(_, (found, known), _)] = kernel.calls
+    assert (found.dtype, found.data_ptr(), found.numel()) == (torch.uint8, memory.data_ptr(), 16)
+    assert known.dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize(
     ("changing", "rest"),
     [

@@ -6,7 +6,7 @@ again on this rank, is the caller's business.
 
 Grids. At most one block of a launch waits for other ranks: who waits takes little of the device, on which a peer, or
 what it waits for, may have to run. So kernels may be of any size. With `strict_sms` every kernel that moves rows takes
-one block per SM of the rank's budget, `num_sms`.
+one block per SM of the rank's budget, `num_sms`; `dispatch_slots`, of which one block counts, two at least.
 """
 
 from __future__ import annotations
@@ -105,6 +105,8 @@ class DeviceEngine:
             return tile, ceil_div(lines, tile.columns)
 
         for tile, parts in self._tiles(places, num_tokens, choose):
+            grid = 1 + num_tokens * parts
+            grid = max(2, min(grid, self.num_sms) if self.strict_sms else grid)
 
             def rest(tile: Tile = tile, parts: int = parts) -> Rest:
                 memory = (places.payload(bank), places.sf(bank), places.meta(bank))
@@ -116,7 +118,7 @@ class DeviceEngine:
                 }  # fmt: skip
 
             self.launch(
-                dispatch_slots, max(2, 1 + num_tokens * parts), (places, bank, tile, step.topk_idx.dtype),
+                dispatch_slots, grid, (places, bank, tile, step.topk_idx.dtype),
                 (x, step.topk_idx, step.sends_to, step.counts, num_tokens), rest,
             )  # fmt: skip
 
@@ -215,7 +217,7 @@ class DeviceEngine:
 
         def sizes() -> list[int]:
             """Bytes of a row."""
-            return [0 if source is None else source.stride(0) * source.element_size() for source in tensors[::2]]
+            return [0 if source is None else source.shape[1] * source.element_size() for source in tensors[::2]]
 
         cut = self._chosen.get(key)
         if cut is None:

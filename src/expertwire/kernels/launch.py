@@ -17,6 +17,11 @@ from triton.runtime import driver
 
 from expertwire.kernels.part import Part
 
+_EVERYWHERE = {  # dtypes that Triton has on every GPU
+    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32,
+    torch.float64,
+}  # fmt: skip
+
 Kernel = Any  # a function under @triton.jit
 Changing = Sequence["torch.Tensor | Part | int | None"]
 Rest = tuple[Sequence["torch.Tensor | int | None"], dict[str, Any]]
@@ -42,6 +47,7 @@ class Launcher:
     A kernel's parameters are those of `changing`, then those of `rest()[0]`, then constants, in `rest()[1]` with the
     launch options. `kind` decides what `rest` returns, and dtypes and absence of tensors in `changing`; all of them
     begin at multiples of 16 bytes. The interpreter, which makes the rest anew for every call, holds callers to that.
+    Tensors of a dtype that not every GPU has in Triton are bytes to a kernel.
 
     While `compiling` is set, kernels are compiled and loaded only: no rank must compile while another waits for it.
     """
@@ -102,6 +108,8 @@ class Launcher:
 
 
 def _tensor(arg: torch.Tensor | Part | int | None) -> torch.Tensor | int | None:
+    if isinstance(arg, torch.Tensor) and arg.dtype not in _EVERYWHERE:
+        return arg.view(-1).view(torch.uint8)
     return arg.tensor() if isinstance(arg, Part) else arg
 
 

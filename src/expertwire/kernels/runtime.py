@@ -69,7 +69,7 @@ class DeviceRuntime:
     @timeout_s.setter
     def timeout_s(self, value: float | None) -> None:
         self._timeout_s = value
-        self.engine.state.timeout_us = _MOST_US if value is None else max(1, min(_MOST_US, round(value * 1e6)))
+        self.engine.state.timeout_us = _MOST_US if value is None else max(1, round(min(_MOST_US, value * 1e6)))
 
     def knows(self, kind: tuple[object, ...]) -> bool:
         """Whether a call of this kind may be launched as it is."""
