@@ -8,6 +8,7 @@ import torch
 from fault_ranks import dispatch, make, round_trip
 
 import expertwire as ew
+from expertwire.host import kernels
 
 
 def rank_threads():
@@ -124,3 +125,33 @@ def test_many_buffers_in_one_world():
     before = threading.active_count()
     ew.World(2).run(fn)
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("problem", ["missing", "broken"])
+def test_a_rank_whose_engine_does_not_work_tells_its_peers(monkeypatch, problem):
+    """Before anybody waits for its window; afterwards all can try again."""
+    failing = "expertwire-rank-1"
+
+    def missing():
+        return "numba is not installed" if threading.current_thread().name == failing else None
+
+    def broken():
+        if threading.current_thread().name == failing:
+            raise OSError("no space left")
+
+    def fn(rank):
+        error = ew.TransportUnavailable if rank.rank == 1 else ew.PeerRefused
+        with pytest.raises(error, match=r"rank 1: engine='numba'.*(not installed|no space left)") as caught:
+            make(rank, engine="numba")
+        if rank.rank != 1:
+            assert caught.value.peers == (1,)
+        rank.barrier()
+        with make(rank, engine="torch") as buf:
+            round_trip(buf)
+            rank.barrier()
+
+    if problem == "missing":
+        monkeypatch.setattr(kernels, "numba_missing", missing)
+    else:
+        monkeypatch.setattr(kernels.load("numba"), "warm_up", broken)
+    ew.World(3).run(fn)
