@@ -9,6 +9,7 @@ from fault_ranks import dispatch, make, round_trip
 
 import expertwire as ew
 from expertwire.host import kernels
+from expertwire.transports.inproc import Crew
 
 
 def rank_threads():
@@ -88,8 +89,24 @@ def test_a_rank_that_returns_too_early_is_noticed():
             return
         rank.barrier()
 
-    with pytest.raises(ew.PeerLost, match=r"Rank\(s\) \[1\] of this World have already returned"):
+    with pytest.raises(ew.PeerLost, match=r"for rank\(s\) \[1\]: .*Rank\(s\) \[1\] of this World have") as caught:
         ew.World(3).run(fn)
+    assert caught.value.peers == (1,)
+
+
+def test_a_rank_that_returns_right_after_a_barrier_is_not_missed_there():
+    class Running(list):
+        """The other rank completes the round and returns while this one looks who still runs."""
+
+        def __iter__(self):
+            if self[1]:
+                crew.all_gather(1, "one")
+                crew.leave(1)
+            return super().__iter__()
+
+    crew = Crew(2)
+    crew.running = Running(crew.running)
+    assert crew.all_gather(0, "zero") == ["zero", "one"]
 
 
 def test_results_and_ranks():
