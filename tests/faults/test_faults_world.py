@@ -72,6 +72,25 @@ def test_keyboard_interrupt_ends_all_ranks():
     assert all_ended()
 
 
+def test_an_interrupt_is_raised_when_the_ranks_have_ended():
+    """A thread that is still inside torch when Python exits would abort the process."""
+    ended = []
+
+    def fn(rank):
+        try:
+            with make(rank, timeout_s=None) as buf:
+                if rank.rank == 0:
+                    _thread.interrupt_main()
+                while True:
+                    round_trip(buf)
+        finally:
+            ended.append(rank.rank)
+
+    with pytest.raises(KeyboardInterrupt):
+        ew.World(3, fabric="rc.ooo").run(fn)
+    assert sorted(ended) == [0, 1, 2]
+
+
 def test_a_rank_that_raises_system_exit_ends_all_ranks():
     def fn(rank):
         if rank.rank == 0:

@@ -260,6 +260,7 @@ class HostRuntime:
         peer, wanted, began = word.writer, pack(epoch, REFUSED), self.clock()
         assert peer != self.rank, f"{word} would be waited for before it is signalled"
         patience = self._first_patience
+        self.transport.raise_if_aborted()  # also where all peers go on, and no wait would take long
         while self.watch(word, wanted, patience) < wanted:
             patience = _PATIENCE
             self.transport.raise_if_aborted()

@@ -47,9 +47,10 @@ class Crew:
         self._result: list[Any] = []
 
     def leave(self, rank: int, error: BaseException | None = None) -> None:
-        """The function of `rank` has ended. The first error ends all ranks."""
+        """The function of `rank` has ended; -1 is the caller of `World.run`. The first error ends all ranks."""
         with self._changed:
-            self.running[rank] = False
+            if rank >= 0:
+                self.running[rank] = False
             if error is not None and self.failure is None:
                 self.failure = (rank, error)
             self._changed.notify_all()
