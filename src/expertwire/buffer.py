@@ -26,6 +26,7 @@ from expertwire.errors import (
 )
 from expertwire.formats import BF16, WireFormat
 from expertwire.handle import Combined, Dispatched, Handle
+from expertwire.host import kernels
 from expertwire.layouts.device_window import device_bytes
 from expertwire.layouts.receive import Layout
 from expertwire.layouts.window import WindowLayout
@@ -87,7 +88,8 @@ class Buffer:
     num_sms                   GPUs only: kernels that move rows are one block on each of so many SMs; None = no budget
 
     Before memory is taken, raises on every rank if one rank's settings are illegal (InvalidArgument there, PeerRefused
-    elsewhere) or differ (GroupMismatch), and TransportUnavailable if the transport does not work here.
+    elsewhere) or differ (GroupMismatch), or if the transport or engine does not work there (TransportUnavailable).
+    Creation waits for ranks that have not come as long as the process group's own time-out.
     """
 
     def __init__(
@@ -123,6 +125,8 @@ class Buffer:
             _device_options(device, engine, num_sms)
             experts = Placement.contiguous(num_experts, ranks.num_ranks) if placement is None else placement
             _check.placement(experts, num_experts, ranks.num_ranks)
+            if not on_device:
+                kernels.ready(engine)
             return Settings(
                 num_experts=num_experts,
                 hidden=hidden,
@@ -153,7 +157,7 @@ class Buffer:
                 ranks.num_ranks, num_max_tokens_per_rank, hidden, num_topk, max_in_flight, on_timeout == "mask"
             ),
             self.settings.placement,
-            engine=engine,
+            row_work=kernels.load(engine),
             timeout_s=timeout_s,
             mask_peers=on_timeout == "mask",
             debug_poison=debug_poison,

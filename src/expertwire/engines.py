@@ -145,14 +145,12 @@ def host_engine(
     layout: WindowLayout,
     placement: Placement,
     *,
-    engine: str,
+    row_work: kernels.Kernels,
     timeout_s: float | None,
     mask_peers: bool,
     debug_poison: bool,
 ) -> HostEngine:
     """Create windows on all ranks and try them out with a barrier. Collective."""
-    row_work = kernels.load(engine)
-    row_work.warm_up()
     runtime_of = RemoteRuntime if transport == "fabric" else HostRuntime
     runtime = runtime_of(
         layout,

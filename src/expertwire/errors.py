@@ -62,7 +62,8 @@ class MissedSignal:
     """One signal that did not arrive.
 
     `expected_epoch` is the step waited for; `seen_epoch` and `seen_count` are decoded from the word that is there
-    (`seen_epoch` 0: nothing ever arrived). `alive` is None where the peer's process cannot be observed.
+    (`seen_epoch` 0: nothing ever arrived). `alive` is None where the peer's process cannot be observed; `closed`: it
+    closed its buffer, which a process that lives may do as well.
     """
 
     peer: int
@@ -70,10 +71,12 @@ class MissedSignal:
     seen_epoch: int
     seen_count: int
     alive: bool | None
+    closed: bool = False
 
     def __str__(self) -> str:
         seen = f"epoch {self.seen_epoch} (count {self.seen_count})" if self.seen_epoch else "nothing yet"
         state = {True: "process alive", False: "process gone", None: "process state unknown"}[self.alive]
+        state = f"closed its buffer, {state}" if self.closed else state
         return f"rank {self.peer}: expected epoch {self.expected_epoch}, seen {seen}, {state}"
 
 

@@ -65,8 +65,13 @@ class _Record:
         self.__dict__[name] = make()
         return self.__dict__[name]
 
+    def __repr__(self) -> str:
+        x, handle = self.__dict__.get("x"), self.__dict__.get("handle")
+        rows = "deferred" if x is None else f"x {list(x.shape)} {x.dtype}"
+        return f"{type(self).__name__}({f'{handle.layout.value}, ' if handle else ''}{rows})"
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False, repr=False)
 class Dispatched(_Record):
     """What one rank received. R ranks, L local experts, K top-k slots, H hidden.
 
@@ -111,7 +116,7 @@ class Dispatched(_Record):
     missing_ranks: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Combined(_Record):
     """What one rank got back for its T tokens.
 

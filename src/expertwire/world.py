@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -15,6 +16,9 @@ from expertwire.transports.inproc import Crew, Rank
 
 T = TypeVar("T")
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+_GRACE_S = (
+    1.0  # for threads to end after an interruption: one that is inside torch when Python exits aborts the process
+)
 
 
 class World:
@@ -82,14 +86,17 @@ class World:
             threading.Thread(target=call, args=(rank,), name=f"expertwire-rank-{rank}", daemon=True)
             for rank in range(self.num_ranks)
         ]
-        for thread in threads:
-            thread.start()
         try:
+            for thread in threads:
+                thread.start()
             for thread in threads:
                 while thread.is_alive():
                     thread.join(timeout=0.2)
         except BaseException as interruption:
             crew.leave(-1, interruption)
+            deadline = time.monotonic() + _GRACE_S
+            while any(crew.running) and time.monotonic() < deadline:  # an interrupted join would not tell
+                time.sleep(0.01)
             raise
         if crew.failure is not None:
             rank, error = crew.failure

@@ -381,3 +381,22 @@ def dropped_handles(rank):
 
 def test_a_dropped_handle_is_not_in_flight():
     world(2, dropped_handles)
+
+
+def records_in_short(rank):
+    with make(rank) as buf:
+        x, ids = inputs(buf)
+        sent = buf.dispatch(x, ids, layout=EXPERT_MAJOR, defer_receive=True)
+        assert repr(sent) == "Dispatched(expert_major, deferred)"
+        done = sent.hook()
+        assert repr(done) == f"Dispatched(expert_major, x {list(done.x.shape)} torch.bfloat16)"
+        back = buf.combine(done.x, done.handle, defer_receive=True)
+        assert repr(back) == "Combined(deferred)"
+        assert repr(back.hook()) == "Combined(x [6, 64] torch.bfloat16)"
+        other = buf.dispatch(x, ids)
+        assert repr(other) == f"Dispatched(compact, x {list(other.x.shape)} torch.bfloat16)"
+        assert (done == done, done == other, len({done, other, back})) == (True, False, 3)
+
+
+def test_records_are_printed_in_short_and_compared_by_identity():
+    world(2, records_in_short)

@@ -8,6 +8,8 @@ import torch
 from fault_ranks import dispatch, make, round_trip
 
 import expertwire as ew
+from expertwire.host import kernels
+from expertwire.transports.inproc import Crew
 
 
 def rank_threads():
@@ -70,6 +72,25 @@ def test_keyboard_interrupt_ends_all_ranks():
     assert all_ended()
 
 
+def test_an_interrupt_is_raised_when_the_ranks_have_ended():
+    """A thread that is still inside torch when Python exits would abort the process."""
+    ended = []
+
+    def fn(rank):
+        try:
+            with make(rank, timeout_s=None) as buf:
+                if rank.rank == 0:
+                    _thread.interrupt_main()
+                while True:
+                    round_trip(buf)
+        finally:
+            ended.append(rank.rank)
+
+    with pytest.raises(KeyboardInterrupt):
+        ew.World(3, fabric="rc.ooo").run(fn)
+    assert sorted(ended) == [0, 1, 2]
+
+
 def test_a_rank_that_raises_system_exit_ends_all_ranks():
     def fn(rank):
         if rank.rank == 0:
@@ -87,8 +108,24 @@ def test_a_rank_that_returns_too_early_is_noticed():
             return
         rank.barrier()
 
-    with pytest.raises(ew.PeerLost, match=r"Rank\(s\) \[1\] of this World have already returned"):
+    with pytest.raises(ew.PeerLost, match=r"for rank\(s\) \[1\]: .*Rank\(s\) \[1\] of this World have") as caught:
         ew.World(3).run(fn)
+    assert caught.value.peers == (1,)
+
+
+def test_a_rank_that_returns_right_after_a_barrier_is_not_missed_there():
+    class Running(list):
+        """The other rank completes the round and returns while this one looks who still runs."""
+
+        def __iter__(self):
+            if self[1]:
+                crew.all_gather(1, "one")
+                crew.leave(1)
+            return super().__iter__()
+
+    crew = Crew(2)
+    crew.running = Running(crew.running)
+    assert crew.all_gather(0, "zero") == ["zero", "one"]
 
 
 def test_results_and_ranks():
@@ -124,3 +161,33 @@ def test_many_buffers_in_one_world():
     before = threading.active_count()
     ew.World(2).run(fn)
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("problem", ["missing", "broken"])
+def test_a_rank_whose_engine_does_not_work_tells_its_peers(monkeypatch, problem):
+    """Before anybody waits for its window; afterwards all can try again."""
+    failing = "expertwire-rank-1"
+
+    def missing():
+        return "numba is not installed" if threading.current_thread().name == failing else None
+
+    def broken():
+        if threading.current_thread().name == failing:
+            raise OSError("no space left")
+
+    def fn(rank):
+        error = ew.TransportUnavailable if rank.rank == 1 else ew.PeerRefused
+        with pytest.raises(error, match=r"rank 1: engine='numba'.*(not installed|no space left)") as caught:
+            make(rank, engine="numba")
+        if rank.rank != 1:
+            assert caught.value.peers == (1,)
+        rank.barrier()
+        with make(rank, engine="torch") as buf:
+            round_trip(buf)
+            rank.barrier()
+
+    if problem == "missing":
+        monkeypatch.setattr(kernels, "numba_missing", missing)
+    else:
+        monkeypatch.setattr(kernels.load("numba"), "warm_up", broken)
+    ew.World(3).run(fn)

@@ -32,3 +32,21 @@ def test_a_second_process_compiles_nothing(tmp_path):
         (0, ["2", "0"], ""),
     ]
     assert list((tmp_path / "numba").rglob("*.nbi"))
+
+
+UNKEPT = """
+import expertwire as ew
+from expertwire.host import compiled
+ew.World(1).run(lambda rank: ew.Buffer(rank, num_experts=2, hidden=8, num_topk=1, num_max_tokens_per_rank=1).close())
+print(sum(compiled.publish.stats.cache_hits.values()), compiled.publish.stats.cache_path)
+"""
+
+
+@pytest.mark.skipif(kernels.numba_missing() is not None, reason=kernels.numba_missing() or "")
+@pytest.mark.parametrize("folder", ["/proc/nope", "/etc/hostname/x"])
+def test_where_nothing_can_be_kept_a_process_compiles_for_itself(folder):
+    """Also nothing lands where numba would look by itself: beside the sources."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(kernels.__file__).parents[2]), "EXPERTWIRE_CACHE_DIR": folder}
+    command = [sys.executable, "-W", "error", "-c", UNKEPT]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stdout.split(), run.stderr) == (0, ["0", "None"], "")

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -138,10 +139,27 @@ def test_a_process_that_ended_between_calls_is_noticed(pair):
         pair.run(echo, 1)
 
 
+def test_a_process_that_ends_while_they_start_is_named_at_once():
+    began = time.monotonic()
+    with Processes(3) as crew:
+
+        def kill_the_second():
+            while len(crew.pids) < 3:
+                time.sleep(0.01)
+            os.kill(crew.pids[1], signal.SIGKILL)
+
+        killer = threading.Thread(target=kill_the_second)
+        killer.start()
+        with pytest.raises(RankError, match=r"the process of rank 1 did not start: exit code -9"):
+            crew.run(echo, 1)
+        killer.join()
+    assert time.monotonic() - began < 60
+
+
 def test_a_hang_ends_in_time(pair):
     pair.run(describe, 1)
     pids = pair.pids
-    with pytest.raises(TimeoutError, match=r"rank\(s\) \[0, 1\] did not end within 0\.2 s"):
+    with pytest.raises(RankError, match=r"rank\(s\) \[0, 1\] did not end within 0\.2 s"):
         pair.run(hang, timeout_s=0.2)
     assert all(is_gone(pid) for pid in pids)
 

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -43,14 +45,22 @@ class MpiLauncher:
             try:
                 output, _ = process.communicate()
             except BaseException:
-                process.terminate()
-                process.wait()
+                _end(process)
                 raise
             if process.returncode:
                 lines = output.strip().splitlines() or [f"{self._mpiexec} ended with {process.returncode}"]
                 reason = next((line for line in lines if "Error" in line), lines[-1])
                 raise RankError(f"under {self._mpiexec}: {reason} (--no-mpi leaves MPI out)")
             return [pickle.loads(Path(folder, f"result{rank}").read_bytes()) for rank in range(num_ranks)]
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End mpiexec, which ends its ranks: first as Ctrl-C does, so that MPI removes its shared memory."""
+    for number, grace_s in ((signal.SIGINT, 3.0), (signal.SIGTERM, 3.0), (signal.SIGKILL, None)):
+        process.send_signal(number)
+        with suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=grace_s)
+            return
 
 
 def _serve(folder: str) -> None:

@@ -1,4 +1,4 @@
-"""The numba kernels in one place, with their compilation cached in a folder of ours."""
+"""The numba kernels in one place, loaded with the folder that keeps them compiled."""
 
 # mypy: ignore-errors
 from __future__ import annotations
@@ -6,26 +6,17 @@ from __future__ import annotations
 import fcntl
 import functools
 import os
-import zlib
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numba
 import numpy as np
 
-from expertwire import _env
-
-
-def _cache_folder() -> str:
-    """One folder per state of the sources: numba itself looks only at the file of a function, not at what it calls."""
-    digest = zlib.crc32(numba.__version__.encode())
-    for name in ("host/memory.py", "host/rows.py", "host/quantize.py", "host/logfmt.py", "formats/logfmt.py"):
-        digest = zlib.crc32(Path(__file__).parent.parent.joinpath(name).read_bytes(), digest)
-    return os.path.join(_env.cache_dir("numba"), f"{digest:08x}")
-
+from expertwire.host.cache import FOLDER
 
 # numba reads the folder when a function is decorated; the setting is put back for everybody else.
 _before = numba.config.CACHE_DIR
-numba.config.CACHE_DIR = _cache_folder()
+numba.config.CACHE_DIR = FOLDER or _before
 try:
     from expertwire.host.logfmt import decode_logfmt, encode_logfmt
     from expertwire.host.memory import publish, read_word, wait_word
@@ -50,16 +41,22 @@ finally:
     numba.config.CACHE_DIR = _before
 
 
+@contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """Of the processes that find nothing compiled, one compiles and the others wait for it; without a folder to find it
+    in, each compiles for itself."""
+    if FOLDER is None:
+        yield
+        return
+    with open(os.path.join(FOLDER, "lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 @functools.cache
 def warm_up() -> None:
-    """Compile or load every kernel, so that no rank waits for a peer's compiler in the middle of a call.
-
-    Of the processes that find nothing compiled, one compiles and the others wait for it.
-    """
-    folder = _cache_folder()
-    os.makedirs(folder, exist_ok=True)
-    with open(os.path.join(folder, "lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    """Compile or load every kernel, so that no rank waits for a peer's compiler in the middle of a call."""
+    with _one_at_a_time():
         memory = np.zeros(512, np.uint8)
         at = memory.ctypes.data
         index, ids = np.zeros((0, 1), np.int64), np.zeros((0, 1), np.int32)

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from expertwire.errors import TransportUnavailable
+from expertwire.errors import ExpertWireError, TransportUnavailable
 
 Array = NDArray[Any]
 
@@ -83,3 +83,17 @@ def load(engine: str) -> Kernels:
     if reason:
         raise TransportUnavailable(f"engine='numba': {reason}, or pass engine='torch'")
     return importlib.import_module("expertwire.host.compiled")
+
+
+def ready(engine: str) -> Kernels:
+    """The same, compiled. TransportUnavailable, whatever it is that does not work here."""
+    try:
+        found = load(engine)
+        found.warm_up()
+    except ExpertWireError:
+        raise
+    except Exception as error:
+        raise TransportUnavailable(
+            f"engine={engine!r} does not work here: {error!r}; engine='torch' needs no compiler"
+        ) from error
+    return found

@@ -13,6 +13,7 @@ import numpy as np
 from numba import njit
 
 from expertwire.formats import logfmt
+from expertwire.host.cache import KEEP
 from expertwire.host.memory import bits_float, copy_bytes, float_bits, view
 
 _GROUP = logfmt.GROUP
@@ -61,7 +62,7 @@ def _step(amax, amin):
     return min(span, _MAX_SPAN) / _HIGHEST_ESTIMATE
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@njit(nogil=True, cache=KEEP, error_model="numpy")
 def _limits(values):
     """Bits of the largest and the smallest magnitude; as integers they sort like |x|, NaN above Inf."""
     amax, amin = np.uint16(0), np.uint16(0x7FFF)
@@ -72,7 +73,7 @@ def _limits(values):
     return amax, amin
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@njit(nogil=True, cache=KEEP, error_model="numpy")
 def _is_cast(limits, first, width):
     """Whether the chunk of `width` channels that begins with group `first` travels in ten bits."""
     fits = width % 16 == 0
@@ -82,7 +83,7 @@ def _is_cast(limits, first, width):
     return fits
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@njit(nogil=True, cache=KEEP, error_model="numpy")
 def _encode_group(values, amax_bits, amin_bits, codes):
     """bfloat16 bits of one group -> signed codes uint16.
 
@@ -107,7 +108,7 @@ def _encode_group(values, amax_bits, amin_bits, codes):
         codes[h] = np.uint16(np.int32(low + np.int32(reached))) | sign
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@njit(nogil=True, cache=KEEP, error_model="numpy")
 def _decode_group(codes, amax_bits, amin_bits, out):
     """Signed codes uint16 -> float32 bits."""
     amax = bits_float(np.uint32(np.uint32(amax_bits) << np.uint32(16)))
@@ -119,7 +120,7 @@ def _decode_group(codes, amax_bits, amin_bits, out):
         out[h] = np.uint32(magnitude | np.uint32(np.uint32(codes[h] >> np.uint16(9)) << np.uint32(31)))
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@njit(nogil=True, cache=KEEP, error_model="numpy")
 def _pack(codes, pairs, quads, words):
     """Signed codes uint16 [16 * n] -> words uint32 [5 * n]: code v at bit 9v of 160, sign v at bit 144 + v.
 
@@ -147,7 +148,7 @@ def _pack(codes, pairs, quads, words):
         words[5 * n + 4] = np.uint32(high)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@njit(nogil=True, cache=KEEP, error_model="numpy")
 def _unpack(words, pairs, quads, codes):
     """The inverse of `_pack`."""
     for n in range(codes.size // 16):
@@ -184,7 +185,7 @@ def _buffers():
     )
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@njit(nogil=True, cache=KEEP, error_model="numpy")
 def encode_logfmt(x, num_rows, hidden, payload, sf) -> None:
     """x bfloat16 [num_rows, hidden] -> payload uint8 [num_rows, 2 * hidden], sf bfloat16 [num_rows, 2 * num_groups].
 
@@ -220,7 +221,7 @@ def encode_logfmt(x, num_rows, hidden, payload, sf) -> None:
             rest[b] = np.uint8(0)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@njit(nogil=True, cache=KEEP, error_model="numpy")
 def decode_logfmt(payload, sf, num_rows, hidden, out) -> None:
     """The inverse of `encode_logfmt`, up to the rounding: its payload and sf -> out float32 [num_rows, hidden].
 

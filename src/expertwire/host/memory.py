@@ -16,6 +16,8 @@ from numba import carray, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from expertwire.host.cache import KEEP
+
 _IS_X86 = platform.machine() in ("x86_64", "AMD64")
 _BYTE_PTR = ir.IntType(8).as_pointer()
 _sched_yield = types.ExternalFunction("sched_yield", types.int32())
@@ -147,7 +149,7 @@ def view(address, count, dtype):
     return carray(_void_pointer(address), (count,), dtype)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=KEEP)
 def wait_word(address, word, spins, yields, naps):
     """Wait until the word at `address` is >= `word` or patience runs out; returns the last value seen (acquire).
 
@@ -167,11 +169,11 @@ def wait_word(address, word, spins, yields, naps):
     return load_acquire(address)
 
 
-@njit(cache=True)
+@njit(cache=KEEP)
 def publish(address, word):
     store_release(address, word)
 
 
-@njit(cache=True)
+@njit(cache=KEEP)
 def read_word(address):
     return load_acquire(address)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from expertwire.host.cache import KEEP
 from expertwire.host.memory import bits_float, float_bits, view
 
 _INF_BITS = np.uint16(0x7F80)
@@ -26,7 +27,7 @@ _E4M3_EXPONENT = np.uint32((127 - 7) << 23)
 _LOWEST_UE8M0 = np.uint32(0x00400000)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@njit(nogil=True, cache=KEEP, error_model="numpy")
 def _largest_magnitude(values):
     """Bits of the largest |value| (bfloat16 bits are ordered like the magnitudes; NaN above Inf above all)."""
     largest = np.uint16(0)
@@ -35,7 +36,7 @@ def _largest_magnitude(values):
     return largest
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@njit(nogil=True, cache=KEEP, error_model="numpy")
 def _round_e4m3(values, factor, out):
     """out = e4m3(values * factor), to nearest even, saturating at 448. `values` are finite bfloat16 bits."""
     for h in range(values.size):
@@ -51,7 +52,7 @@ def _round_e4m3(values, factor, out):
         out[h] = np.uint8(code | sign)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@njit(nogil=True, cache=KEEP, error_model="numpy")
 def encode_fp8(x, num_rows, hidden, block, packed, payload, sf, sf_stride) -> None:
     """Quantise rows: x [num_rows, hidden] bfloat16 at address `x` -> payload [num_rows, hidden] uint8 at `payload`.
 
@@ -89,7 +90,7 @@ def encode_fp8(x, num_rows, hidden, block, packed, payload, sf, sf_stride) -> No
             _round_e4m3(values, factor, out)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@njit(nogil=True, cache=KEEP, error_model="numpy")
 def _scale_e4m3(codes, scale, out):
     """out = bfloat16(e4m3 value * scale), one rounding to float32 and one to bfloat16, both to nearest even.
 
@@ -110,7 +111,7 @@ def _scale_e4m3(codes, scale, out):
         out[h] = np.uint16(0x7FC0) if is_nan else np.uint16(rounded ^ sign)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@njit(nogil=True, cache=KEEP, error_model="numpy")
 def decode_fp8(payload, sf, num_rows, hidden, block, packed, sf_stride, out) -> None:
     """The inverse of `encode_fp8`, up to the rounding: payload and sf -> out [num_rows, hidden] bfloat16 at `out`.
 

@@ -11,12 +11,13 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from expertwire.host.cache import KEEP
 from expertwire.host.memory import bits_float, copy_bytes, float_bits, store_fence, stream_bytes, view
 
 _BLOCK = 2048
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=KEEP)
 def route(topk_idx, weights, num_tokens, num_topk, expert_rank, expert_local, num_ranks, distinct):
     """Where each selection goes, and which tokens each rank gets.
 
@@ -82,7 +83,7 @@ def route(topk_idx, weights, num_tokens, num_topk, expert_rank, expert_local, nu
     return slots, offsets, tokens, shares, repeats, illegal
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=KEEP)
 def first_illegal(topk_idx, num_experts):
     """(token, slot) of the first id outside [-1, num_experts), or (-1, -1)."""
     for t in range(topk_idx.shape[0]):
@@ -92,7 +93,7 @@ def first_illegal(topk_idx, num_experts):
     return -1, -1
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=KEEP)
 def first_repeat(topk_idx):
     """(token, slot) of the first id that its token already named, or (-1, -1)."""
     for t in range(topk_idx.shape[0]):
@@ -103,7 +104,7 @@ def first_repeat(topk_idx):
     return -1, -1
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=KEEP)
 def move_rows(source, destination, num_bytes, stream=False):
     """Copy `num_bytes` from every source[i] to destination[i] (int64 addresses). Bytes moved: 2 * rows * num_bytes.
 
@@ -119,7 +120,7 @@ def move_rows(source, destination, num_bytes, stream=False):
             copy_bytes(destination[i], source[i], num_bytes)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=KEEP)
 def gather_rows(source, tokens, out, stride, num_bytes, stream=False):
     """Copy row tokens[i] of `source`, rows of `num_bytes`, to address out + i * stride.
 
@@ -134,7 +135,7 @@ def gather_rows(source, tokens, out, stride, num_bytes, stream=False):
     store_fence()
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=KEEP)
 def place_rows(first, stride, offsets, own, tokens, rows, out, num_bytes, stream=False):
     """Copy arrival i to row rows[i, k] of `out`, wherever that is >= 0.
 
@@ -158,7 +159,7 @@ def place_rows(first, stride, offsets, own, tokens, rows, out, num_bytes, stream
     store_fence()
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=KEEP)
 def scatter_rows(source, tokens, records, stride, num_bytes, stream=False):
     """Copy source[i, k] (address, 0 = none) to the record of (token tokens[i], slot k), `stride` apart from `records`.
 
@@ -177,7 +178,7 @@ def scatter_rows(source, tokens, records, stride, num_bytes, stream=False):
     store_fence()
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=KEEP)
 def outgoing_rows(rows, y, num_bytes, offsets):
     """The address of every row to send back, and how many go to each rank: table [m, K] int64 (0 = none), counts [R].
 
@@ -194,7 +195,7 @@ def outgoing_rows(rows, y, num_bytes, offsets):
     return table, counts
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=KEEP)
 def expected_rows(slots, per_token, brought, records, apart, stride):
     """Where the rows that combine brings lie, how many never come, and whether each rank brought what it had to.
 
@@ -223,7 +224,7 @@ def expected_rows(slots, per_token, brought, records, apart, stride):
     return table, missing, agrees
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=KEEP)
 def overlay_rows(table, tokens, rows, first, end):
     """table[tokens[i], k] = rows[i, k] wherever that is an address, for i from `first` to before `end`.
 
@@ -237,7 +238,7 @@ def overlay_rows(table, tokens, rows, first, end):
                 table[tokens[i], k] = rows[i, k]
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=KEEP)
 def write_routing(at, tokens, rank, slots, weights):
     """Write the routing of rows for `rank` to address `at`: for every token its local ids, weights and index, int32
     and float32 [2 * K + 1] each. `slots` as of `route`.
@@ -258,7 +259,7 @@ def write_routing(at, tokens, rank, slots, weights):
         ints[first + 2 * num_topk] = t
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=KEEP)
 def read_routing(at, apart, offsets, num_topk):
     """What `write_routing` wrote on every rank: rows offsets[r]:offsets[r + 1] begin at address at + r * apart.
 
@@ -281,7 +282,7 @@ def read_routing(at, apart, offsets, num_topk):
     return topk_idx, weights, tokens
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=KEEP)
 def arrange(topk_idx, num_local_experts, alignment, room, compact):
     """The output row of every received selection, before any row has moved.
 
@@ -321,13 +322,13 @@ def arrange(topk_idx, num_local_experts, alignment, room, compact):
     return rows, groups
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@njit(nogil=True, cache=KEEP, error_model="numpy")
 def _add_bf16(total, row):
     for h in range(row.size):
         total[h] += bits_float(np.uint32(row[h]) << np.uint32(16))
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@njit(nogil=True, cache=KEEP, error_model="numpy")
 def _add_weighted_bf16(total, row, weight):
     for h in range(row.size):
         total[h] += weight * bits_float(np.uint32(row[h]) << np.uint32(16))
@@ -343,13 +344,13 @@ def _plus_four(found, rows, weights, h):
     return found
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@njit(nogil=True, cache=KEEP, error_model="numpy")
 def _add_four_bf16(total, rows, weights):
     for h in range(total.size):
         total[h] = _plus_four(total[h], rows, weights, h)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@njit(nogil=True, cache=KEEP, error_model="numpy")
 def _add_eight_bf16(total, rows, weights, more, shares):
     for h in range(total.size):
         total[h] = _plus_four(_plus_four(total[h], rows, weights, h), more, shares, h)
@@ -369,13 +370,13 @@ def _four(operands, weights, slots, weighted, offset, width):
     return rows, (weights[a], weights[b], weights[c], weights[d]) if weighted else (one, one, one, one)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@njit(nogil=True, cache=KEEP, error_model="numpy")
 def _add_float32(total, row, weight, weighted):
     for h in range(row.size):
         total[h] += weight * row[h] if weighted else row[h]
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@njit(nogil=True, cache=KEEP, error_model="numpy")
 def _only_bf16(row, out):
     """bfloat16(0 + row): the row itself, but for -0, which becomes +0, and NaN, which becomes 0x7fc0."""
     for h in range(out.size):
@@ -385,7 +386,7 @@ def _only_bf16(row, out):
         out[h] = np.uint16(0) if magnitude == np.uint16(0) else kept
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@njit(nogil=True, cache=KEEP, error_model="numpy")
 def _round_bf16(total, out):
     """Round to nearest even; NaN becomes the quiet NaN 0x7fc0 as torch's cast does."""
     for h in range(out.size):
@@ -395,7 +396,7 @@ def _round_bf16(total, out):
         out[h] = np.uint16(0x7FC0) if is_nan else np.uint16(rounded)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@njit(nogil=True, cache=KEEP, error_model="numpy")
 def reduce_rows(operands, is_float32, weights, weighted, biases, out, hidden, stream=False):
     """out[i] = bfloat16(0 + biases + sum over k of weights[i, k] * row at operands[i, k]), in float32, k ascending.
 

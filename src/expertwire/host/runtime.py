@@ -260,6 +260,7 @@ class HostRuntime:
         peer, wanted, began = word.writer, pack(epoch, REFUSED), self.clock()
         assert peer != self.rank, f"{word} would be waited for before it is signalled"
         patience = self._first_patience
+        self.transport.raise_if_aborted()  # also where all peers go on, and no wait would take long
         while self.watch(word, wanted, patience) < wanted:
             patience = _PATIENCE
             self.transport.raise_if_aborted()
@@ -284,12 +285,13 @@ class HostRuntime:
             if peer == self.rank:
                 continue
             seen = self.peek(Word(word.purpose, peer, word.bank))
-            gone = self.has_left(peer)
-            if seen < pack(epoch, REFUSED) and peer not in self.masked and (gone or not lost):
-                alive = False if gone else self.transport.alive(peer)
-                missed.append(MissedSignal(peer, epoch, *unpack(seen), alive=alive))
+            if seen < pack(epoch, REFUSED) and peer not in self.masked and (not lost or self.has_left(peer)):
+                alive, closed = self.transport.alive(peer), bool(self.peek(Word("leaving", peer)))
+                missed.append(MissedSignal(peer, epoch, *unpack(seen), alive, closed))
         if lost:
-            hint = "Create the buffer with on_timeout='mask' to go on without such ranks, or restart the group."
+            late = "A rank that closed its buffer may have given up on this one: see what it raised. "
+            hint = late if any(m.closed for m in missed) else ""
+            hint += "Create the buffer with on_timeout='mask' to go on without such ranks, or restart the group."
             raise PeerLost(self.rank, phase, missed, waited, hint)
         hint = "If the ranks are only slow (compiling, loading), raise buf.timeout_s; on_timeout='mask' skips them."
         raise PeerTimeout(self.rank, phase, missed, waited, hint)

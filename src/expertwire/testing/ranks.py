@@ -32,7 +32,7 @@ from expertwire.errors import ExpertWireError
 
 
 class RankError(ExpertWireError, RuntimeError):
-    """A rank's process ended without an answer, or its error or result could not be carried over."""
+    """A rank's process ended without an answer or gave none in time, or its error or result cannot be carried over."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class Processes:
         while ranks:
             ready = wait(list(ranks), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                raise TimeoutError(f"rank(s) {sorted(ranks.values())} did not end within {timeout_s} s; killed")
+                raise RankError(f"rank(s) {sorted(ranks.values())} did not end within {timeout_s} s; killed")
             for pipe in ready:
                 assert isinstance(pipe, Connection)
                 rank = ranks.pop(pipe)
@@ -184,14 +184,15 @@ class Processes:
     def _expect_all(self, what: str) -> None:
         """Every process answers that it could do `what`; otherwise none is left and RankError says why."""
         try:
-            problems = [outcome for outcome in self._answers(self.max_ranks, self._start_timeout_s) if not outcome.ok]
+            answers = self._answers(self.max_ranks, self._start_timeout_s)
+            problem = next((outcome for outcome in answers if not outcome.ok), None)  # the others may wait for this one
         except BaseException:
             self.close(grace_s=0)
             raise
-        if problems:
+        if problem is not None:
             self.close(grace_s=0)
-            reason = problems[0].error or f"exit code {problems[0].exit_code}"
-            raise RankError(f"the process of rank {problems[0].rank} did not {what}: {reason!r}")
+            reason = repr(problem.error) if problem.error else f"exit code {problem.exit_code}"
+            raise RankError(f"the process of rank {problem.rank} did not {what}: {reason}")
 
     def close(self, grace_s: float = 5.0) -> None:
         """End all processes: idle ones leave by themselves; SIGKILL for what is left after `grace_s`. Idempotent."""

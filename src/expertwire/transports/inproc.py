@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from expertwire.errors import PeerLost, TransportUnavailable, WorldAborted
+from expertwire.errors import MissedSignal, PeerLost, TransportUnavailable, WorldAborted
 from expertwire.transports.base import Bootstrap, Transport, require_memory
 
 _NORESERVE = 0x4000 if sys.platform.startswith("linux") else 0  # pages count when touched; not in Python's mmap
@@ -47,9 +47,10 @@ class Crew:
         self._result: list[Any] = []
 
     def leave(self, rank: int, error: BaseException | None = None) -> None:
-        """The function of `rank` has ended. The first error ends all ranks."""
+        """The function of `rank` has ended; -1 is the caller of `World.run`. The first error ends all ranks."""
         with self._changed:
-            self.running[rank] = False
+            if rank >= 0:
+                self.running[rank] = False
             if error is not None and self.failure is None:
                 self.failure = (rank, error)
             self._changed.notify_all()
@@ -70,8 +71,9 @@ class Crew:
         while self._round == mine:
             self.raise_if_aborted(rank)
             gone = [r for r, running in enumerate(self.running) if not running]
-            if gone:
-                raise PeerLost(rank, "all_gather", [], 0.0, f"Rank(s) {gone} of this World have already returned.")
+            if gone and self._round == mine:  # looked at last: who completes the round may return at once
+                missed = [MissedSignal(peer, mine + 1, 0, 0, False) for peer in gone]
+                raise PeerLost(rank, "all_gather", missed, 0.0, f"Rank(s) {gone} of this World have already returned.")
             self._pause(rank, mine)
         return list(self._result)
 
