@@ -32,7 +32,7 @@ _INTERRUPTED = 130
 def check(
     protocol: Annotated[str | None, typer.Argument(help=f"One of: {', '.join(models.MODELS)}.")] = None,
     signal: Annotated[str | None, typer.Option(help=f"One of: {', '.join(signals.MECHANISMS)}.")] = None,
-    profile: Annotated[str | None, typer.Option(help="A profile; knobs may follow: rc.spec+wire=any.")] = None,
+    profile: Annotated[str | None, typer.Option(help="A profile, and knobs: rc.spec+wire=any,amo_waits=none.")] = None,
     all_: Annotated[bool, typer.Option("--all", help="Every protocol, signal and profile.")] = False,
     weakest: Annotated[str | None, typer.Option(help="Show what this protocol needs of a transport.")] = None,
     ranks: Annotated[int, typer.Option(min=2, help="Number of ranks.")] = 2,
