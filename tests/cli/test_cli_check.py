@@ -70,6 +70,7 @@ def test_weakest(capsys):
         (["check", "dispatch", "--mode", "deep"], "unknown mode 'deep'; valid: exhaustive, "),
         (["check", "dispatch", "--signal", "imm", "--profile", "shmem"], "does not exist on shmem; valid: write, "),
         (["check"], "name a protocol"),
+        (["litmus", "--profile", "ptx", "--id", "R2"], "no case of these litmus rows is on ptx; valid: rc.spec, "),
         (["litmus", "--id", "R99"], "unknown litmus row 'R99'; valid: R1, "),
     ],
 )
@@ -89,7 +90,17 @@ def test_litmus_disagreement_is_an_exit_code(capsys, monkeypatch):
     text = "X1 | rc.spec | F | hi | nobody\n  A: put q x=1; put q f=1\n  B: wait f==1; r=x\n  ? r==0"
     monkeypatch.setattr(litmus.rows, "run", lambda ids, profile: [rows.run_row(row) for row in rows.parse_table(text)])
     assert run(["litmus"]) == 1
-    assert "DISAGREES" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "DISAGREES" in out
+    assert "X1 on rc.spec: allowed, expected forbidden" in out
+    assert "1 row run" in out
+    assert "1 disagreement X1" in out
+
+
+def test_litmus_shows_the_expectation_of_what_was_run(capsys):
+    assert run(["litmus", "--profile", "rc.spec", "--id", "U1", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert (row["expected"], row["found"], row["agrees"]) == ("F", "F", True)
 
 
 def test_litmus_json(capsys):
