@@ -1,6 +1,7 @@
 """`expertwire check` and `expertwire litmus`: what is printed, exit codes, JSON, and names that do not exist."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -54,6 +55,24 @@ def test_a_broken_claim_fails_the_matrix(capsys, monkeypatch):
     assert "CLAIM BROKEN: dispatch with signal write on rc.spec: stale read" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("options", "why"), [(["--max-states", "100"], "within 100 states"), (["--mode", "pct"], "by mode pct")]
+)
+def test_a_claim_that_is_not_decided_is_not_broken(capsys, options, why):
+    assert run(["check", "barrier", "--profile", "gin.strong", *options]) == 0
+    out = capsys.readouterr().out
+    assert f"not decided {why}: barrier with signal strong on gin.strong" in out
+    assert "bound = not decided" in out
+    assert "BROKEN" not in out
+
+
+def test_a_goal_that_is_never_reached_is_a_failure(capsys, monkeypatch):
+    unreachable = replace(models.get("barrier"), goals=("the moon",))
+    monkeypatch.setitem(models.MODELS, "barrier", unreachable)
+    assert run(["check", "barrier", "--profile", "gin.strong", "--signal", "strong"]) == 1
+    assert "never reached: the moon" in capsys.readouterr().out
+
+
 def test_weakest(capsys):
     assert run(["check", "--weakest", "dispatch", "--signal", "atomic", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == [
@@ -70,6 +89,9 @@ def test_weakest(capsys):
         (["check", "dispatch", "--mode", "deep"], "unknown mode 'deep'; valid: exhaustive, "),
         (["check", "dispatch", "--signal", "imm", "--profile", "shmem"], "does not exist on shmem; valid: write, "),
         (["check"], "name a protocol"),
+        (["check", "dispatch", "--trace", "0001"], "--trace replays one check: name a protocol, --signal and"),
+        (["check", "--all", "--trace", "0001"], "--trace replays one check"),
+        (["check", "dispatch", "--max-states", "0"], "--max-states"),
         (["litmus", "--profile", "ptx", "--id", "R2"], "no case of these litmus rows is on ptx; valid: rc.spec, "),
         (["litmus", "--id", "R99"], "unknown litmus row 'R99'; valid: R1, "),
     ],
