@@ -1,13 +1,17 @@
 """`expertwire check` and `expertwire litmus`: what is printed, exit codes, JSON, and names that do not exist."""
 
+import io
 import json
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
-from expertwire.cli import jobs, litmus, models
+from expertwire.cli import check, jobs, litmus, models
 from expertwire.cli.main import run
 from expertwire.ordering import litmus as rows
+from expertwire.ordering import profiles, signals
+from expertwire.ordering.report import Cell
 
 
 def test_the_seed_question(capsys):
@@ -53,6 +57,20 @@ def test_a_broken_claim_fails_the_matrix(capsys, monkeypatch):
     monkeypatch.setitem(models.CLAIMS, "rc.spec", ("write",))
     assert run(["check", "dispatch", "--profile", "rc.spec"]) == 1
     assert "CLAIM BROKEN: dispatch with signal write on rc.spec: stale read" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("width", "tables"), [(80, 3), (160, 1)])
+def test_the_matrix_breaks_into_tables_that_fit(width, tables):
+    found = [Cell(m, s, p, "holds", "", 1, 0.0, "", "") for m, s, p in models.cells([*profiles.PROFILES.values()])]
+    cells = [c for c in found if c.model == "dispatch"]
+    console = Console(width=width, file=io.StringIO())
+    check._show(console, cells, 1.0)
+    lines = console.file.getvalue().splitlines()
+    heads = [line.strip("┃ ").split() for line in lines if line.startswith("┃")]
+    assert max(map(len, lines)) <= width
+    assert len(heads) == tables
+    assert [name for head in heads for name in head if name not in ("┃", "profile")] == list(signals.MECHANISMS)
+    assert sum(line.count("holds") for line in lines if line.startswith("│")) == len(cells)
 
 
 @pytest.mark.parametrize(

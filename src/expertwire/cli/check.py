@@ -28,6 +28,7 @@ from expertwire.ordering.trace import replay
 
 _COLOUR = {"holds": "green", "fails": "red", "bound reached": "yellow"}
 _INTERRUPTED = 130
+_UNLIMITED = 10_000
 
 
 def check(
@@ -147,7 +148,8 @@ def _matrix(jobs: list[Job], bound: str, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps({"seconds": round(seconds, 2), "cells": [c.to_json() for c in cells]}, indent=1))
     else:
-        _show(cells, seconds)
+        console = Console(highlight=False)
+        _show(console if console.is_terminal else Console(highlight=False, width=160), cells, seconds)
         for c in open_claims:
             claim = f"{c.model} with signal {c.signal} on {c.profile}"
             typer.echo(f"not decided {bound}: {claim}" if c.undecided else f"CLAIM BROKEN: {claim}: {c.violation}")
@@ -158,17 +160,16 @@ def _matrix(jobs: list[Job], bound: str, as_json: bool) -> None:
         raise typer.Exit(1)
 
 
-def _show(cells: list[Cell], seconds: float) -> None:
-    console = Console(highlight=False, width=160)
+def _show(console: Console, cells: list[Cell], seconds: float) -> None:
     for model in dict.fromkeys(c.model for c in cells):
         chosen = {(c.profile, c.signal): c for c in cells if c.model == model}
         columns = [m for m in signals.MECHANISMS if any(s == m for _, s in chosen)]
-        table = Table(title=f"{model}: {models.get(model).text}", title_justify="left")
-        for column in ("profile", *columns):
-            table.add_column(column, no_wrap=True)
-        for profile in dict.fromkeys(p for p, _ in chosen):
-            table.add_row(profile, *(_styled(model, column, profile, chosen) for column in columns))
-        console.print(table)
+        while columns:  # as many as fit, then the rest below
+            fits = len(columns)
+            while fits > 1 and _width(console, _table(model, columns[:fits], chosen)) > console.width:
+                fits -= 1
+            console.print(_table(model, columns[:fits], chosen))
+            columns = columns[fits:]
     states = sum(c.states for c in cells)
     console.print("; ".join(f"{short} = {kind}" for kind, short in SHORT.items()) + "; bound = not decided")
     console.print("[bold green]holds*[/] is what a transport of ours relies on; an empty cell: no such signal there.")
@@ -176,6 +177,19 @@ def _show(cells: list[Cell], seconds: float) -> None:
         f"{number(len(cells), 'check')}, {number(states, 'state')} in {seconds:.1f} s, "
         f"{states / seconds:,.0f} states per second"
     )
+
+
+def _width(console: Console, table: Table) -> int:
+    return console.measure(table, options=console.options.update(max_width=_UNLIMITED)).minimum
+
+
+def _table(model: str, columns: list[str], chosen: dict[tuple[str, str], Cell]) -> Table:
+    table = Table(title=f"{model}: {models.get(model).text}", title_justify="left")
+    for column in ("profile", *columns):
+        table.add_column(column, no_wrap=True)
+    for profile in dict.fromkeys(p for p, _ in chosen):
+        table.add_row(profile, *(_styled(model, column, profile, chosen) for column in columns))
+    return table
 
 
 def _styled(model: str, signal: str, profile: str, chosen: dict[tuple[str, str], Cell]) -> str:
