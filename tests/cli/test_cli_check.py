@@ -107,6 +107,8 @@ def test_weakest(capsys):
         (["check", "dispatch", "--mode", "deep"], "unknown mode 'deep'; valid: exhaustive, "),
         (["check", "dispatch", "--signal", "imm", "--profile", "shmem"], "does not exist on shmem; valid: write, "),
         (["check"], "name a protocol"),
+        (["check", "--weakest", "nope"], "unknown protocol 'nope'; valid: dispatch, "),
+        (["check", "--weakest", "dispatch", "--signal", "smoke"], "unknown signal 'smoke'; valid: write, "),
         (["check", "dispatch", "--trace", "0001"], "--trace replays one check: name a protocol, --signal and"),
         (["check", "--all", "--trace", "0001"], "--trace replays one check"),
         (["check", "dispatch", "--max-states", "0"], "--max-states"),
@@ -116,7 +118,9 @@ def test_weakest(capsys):
 )
 def test_wrong_use_lists_what_is_valid(capsys, arguments, message):
     assert run(arguments) == 2
-    assert message in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert (said.out, said.err.count("\n")) == ("", 1)
+    assert message in said.err
 
 
 def test_litmus_row_shows_program_and_schedule(capsys):
