@@ -30,6 +30,11 @@ def test_a_sound_signal_holds_and_shows_its_cost(capsys, signal, words):
     assert words in out
 
 
+def test_one_step_is_singular(capsys):
+    assert run(["soak", "--ranks", "2", "--tokens", "1", "--steps", "1"]) == 0
+    assert "right: 1 step on 2 ranks" in capsys.readouterr().out
+
+
 def test_pcie_atomics_break_the_atomic(capsys):
     assert run(["check", "dispatch", "--signal", "atomic", "--profile", "rc.ro_pcieatomic", "--json"]) == 1
     data = json.loads(capsys.readouterr().out)

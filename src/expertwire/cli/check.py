@@ -109,7 +109,7 @@ def _report(found: Cell, result: Result, as_json: bool) -> None:
     colour = _COLOUR[found.verdict]
     console.print(
         f"{found.model} with signal {found.signal} on {found.profile}: [bold {colour}]{found.verdict}[/] "
-        f"({result.states:,} states, {result.executions:,} executions, {result.seconds:.2f} s)",
+        f"({number(result.states, 'state')}, {number(result.executions, 'execution')}, {result.seconds:.2f} s)",
         soft_wrap=True,
     )
     if found.cost:
