@@ -1,10 +1,12 @@
 """The bench: small cases are checked and measured, and the numbers are written down."""
 
+import io
 import json
 import xml.etree.ElementTree as ElementTree
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from expertwire.cli import bench_report
 from expertwire.cli.bench_cases import SUITES, Case
@@ -76,6 +78,20 @@ def test_plot_is_an_svg_of_the_sweep_over_rows():
     root = ElementTree.fromstring(bench_report.plot(rows))
     assert root.tag.endswith("svg")
     assert len(root.findall("{*}polyline")) == 2
+
+
+@pytest.mark.parametrize("width", [80, 112])
+def test_no_digit_is_lost_on_a_narrow_terminal(width):
+    samples = {"expertwire": [1.2345678], "gloo, kept memory": [2.3456789]}
+    rows = results(Case(), [[Measured("dispatch + combine", 10**9, samples)]])
+    console = Console(width=width, file=io.StringIO())
+    bench_report.show(console, "1 rank", rows)
+    shown = console.file.getvalue()
+    assert "…" not in shown
+    assert "dispatch + combine" in shown
+    assert "1,234,567.8" in shown
+    assert "2,345,678.9" in shown
+    assert ("fastest rank" in shown) == (width == 112)
 
 
 def test_summary_is_that_of_the_slowest_rank():

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+import expertwire
 from expertwire.cli.main import run
 
 WRONG = [
@@ -21,6 +22,8 @@ WRONG = [
     (["bench", "--suite", "all"], "--suite must be one of standard, scaling, got 'all'"),
     (["bench", "--routing", "/nowhere/r.npz"], "is no routing that `expertwire demo --save-routing` wrote"),
     (["bench", "--json", "/nowhere/at/all/b.json"], "--json: there is no folder /nowhere/at/all"),
+    (["bench", "--plot", "rows.svg"], "--plot needs the sweep over rows: use --suite scaling"),
+    (["bench", "--plot", "rows.svg", "--suite", "standard"], "--plot needs the sweep over rows"),
     (["bench", "--seconds", "0"], "--seconds must be in (0, 600], got 0.0"),
     (["fly"], "No such command 'fly'"),
     (["demo", "--fly"], "No such option: --fly"),
@@ -37,6 +40,11 @@ def test_wrong_use_is_one_line_and_exit_code_2(arguments, expected, capsys):
     assert captured.err.startswith("error: ")
     assert captured.err.count("\n") == 1
     assert expected in captured.err
+
+
+def test_version(capsys):
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out == f"expertwire {expertwire.__version__}\n"
 
 
 @pytest.mark.parametrize("command", ["demo", "bench", "doctor"])

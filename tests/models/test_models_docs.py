@@ -6,6 +6,7 @@ import pytest
 from test_models_protocols import SOUND, SOUND_BARRIER
 
 from expertwire.cli import models
+from expertwire.cli.main import run
 from expertwire.ordering import profiles, report
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -36,6 +37,19 @@ def test_traces_are_current():
     for mechanism, name in (("write", "rc.spec"), ("atomic", "rc.ro_pcieatomic")):
         timeline = models.check(models.get("dispatch"), mechanism, profiles.get(name)).trace.timeline()
         assert "\n".join(line.rstrip() for line in timeline.splitlines()) in TEXT
+
+
+def test_the_soak_that_is_shown_is_current(capsys):
+    command = "soak --profile rc.spec --signal write"
+    assert run(command.split()) == 1
+    lines = capsys.readouterr().out.splitlines()
+    shown = TEXT.split(f"$ expertwire {command}\n")[1].split("```")[0]
+    assert " ".join(shown.split()) == f"{lines[0]} ... {lines[-1]}"
+
+
+def test_every_model_is_on_the_protocol_page():
+    text = (DOCS / "protocol.md").read_text("utf-8")
+    assert [name for name in models.MODELS if f"`{name}`" not in text.split("## Signal words")[0]] == []
 
 
 def test_what_protocol_page_names_exists():

@@ -8,7 +8,8 @@ import pytest
 
 from expertwire import ordering
 
-MODULES = [f"expertwire.ordering.{m.name}" for m in pkgutil.iter_modules(ordering.__path__)] + ["expertwire.cli.models"]
+CLI = ["expertwire.cli.models", "expertwire.cli.words"]
+MODULES = [f"expertwire.ordering.{m.name}" for m in pkgutil.iter_modules(ordering.__path__)] + CLI
 
 
 @pytest.mark.parametrize("name", MODULES)

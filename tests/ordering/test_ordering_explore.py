@@ -1,6 +1,7 @@
 """The explorer: verdicts, modes, replay, shrinking, and the parts it stands on."""
 
 import json
+import re
 
 import pytest
 
@@ -108,6 +109,39 @@ def test_unknown_names_list_the_valid_ones():
         profiles.get("rc.spec+wires=any")
     with pytest.raises(InvalidArgument, match="no fence between puts"):
         explore(parse_program("p", {"A": "put q x=1; fence; put q f=1"}), SPEC)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "said"),
+    [
+        ("wire=banana", "knob wire must be one of fifo, any, got 'banana'; separate knobs with commas"),
+        ("wire=any+amo_waits=none", "knob wire must be one of fifo, any, got 'any+amo_waits=none'; separate knobs"),
+        ("amo_waits", "knob amo_waits must be one of placed, accepted, none, got ''"),
+        ("amo_waits=", "knob amo_waits must be one of placed, accepted, none, got ''"),
+        ("in_message=3", "knob in_message must be one of any, block, ascending, got '3'"),
+        ("amo_order=banana", "knob amo_order must be one of False, True, got 'banana'"),
+        ("amo_order=false", "knob amo_order must be one of False, True, got 'false'"),
+        ("single_copy=7", "knob single_copy must be one of 8, 16, 32, 64, 128, got '7'"),
+        ("wire=any,wire=fifo", "knob wire is turned twice"),
+        ("name=x", "unknown knob 'name'; valid: amo_order"),
+        ("", "unknown knob ''; valid: amo_order"),
+    ],
+)
+def test_a_knob_has_the_values_of_its_field(knobs, said):
+    with pytest.raises(InvalidArgument, match=re.escape(said)):
+        profiles.get(f"rc.spec+{knobs}")
+
+
+def test_knobs_are_turned_to_every_value():
+    for knob in profiles.KNOBS:
+        for value in profiles.values_of(knob):
+            turned = SPEC.but(**{knob: value})
+            assert profiles.get(turned.name) == turned
+            assert getattr(turned, knob) is value
+        assert set(profiles.STRENGTH.get(knob, ())) <= set(profiles.values_of(knob))
+    assert profiles.get("rc.spec+wire=any").but(amo_waits="none") == profiles.get("rc.spec+wire=any,amo_waits=none")
+    with pytest.raises(InvalidArgument, match="knob wire must be one of fifo, any, got 3"):
+        SPEC.but(wire=3)
 
 
 def test_a_trace_of_another_program_is_refused():

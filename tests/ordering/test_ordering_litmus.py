@@ -15,6 +15,7 @@ CASES = [(row, case) for row in ROWS for case in row.cases if case.build is None
 def test_machine_agrees_with_the_source(row):
     result = litmus.run_row(row)
     assert result.agrees, [(f.profile, f.expected, f.found) for f in result.findings]
+    assert result.expected == result.found == row.verdict
 
 
 @pytest.mark.parametrize(("row", "case"), CASES, ids=lambda value: getattr(value, "id", None))
@@ -76,6 +77,31 @@ def test_a_wrong_expectation_is_a_disagreement():
     result = litmus.run_row(row)
     assert not result.agrees
     assert result.found == "A"
+
+
+@pytest.mark.parametrize(
+    ("row", "profile", "verdict"),
+    [
+        ("U1", "rc.spec", "F"),
+        ("D1", "rc.hw", "F"),
+        ("U2", "rc.ro", "A"),
+        ("R15s", "rc.ro_pcieatomic", "A"),
+        ("D14", "gin.strong", "F"),
+        ("D14", "gin.weak", "A"),
+        ("P25", "ptx+single_copy=128", "F"),
+    ],
+)
+def test_a_filtered_row_is_compared_with_the_cases_that_ran(row, profile, verdict):
+    (result,) = litmus.run([row], profile)
+    assert result.agrees
+    assert (result.expected, result.found) == (verdict, verdict)
+
+
+def test_no_case_on_a_profile_is_an_error():
+    with pytest.raises(InvalidArgument, match=r"no case of these litmus rows is on ptx; valid: rc\.spec, "):
+        litmus.run(["R2"], "ptx")
+    with pytest.raises(InvalidArgument, match=r"is on rc\.spec\+wire=any; valid: "):
+        litmus.run(profile="rc.spec+wire=any")
 
 
 def test_unknown_row_lists_the_valid_ones():

@@ -58,6 +58,8 @@ def bench(
 
     if suite and suite not in SUITES:
         raise InvalidArgument(f"--suite must be one of {', '.join(SUITES)}, got {suite!r}")
+    if plot is not None and suite != "scaling":
+        raise InvalidArgument("--plot needs the sweep over rows: use --suite scaling")
     if routing not in ROUTINGS:
         saved, num_experts = saved_routing(routing)
         experts, topk = str(num_experts), str(saved.shape[-1])
@@ -169,10 +171,7 @@ class _Report:
         if json_file is not None:
             report = bench_report.as_json(self._found, self._formula, self._gpu)
             json_file.write_text(json.dumps(report, indent=1) + "\n")
-        if plot is not None:
-            drawing = bench_report.plot(self._found)
-            if not drawing:
-                raise InvalidArgument("--plot needs the sweep over rows: use --suite scaling")
+        if plot is not None and (drawing := bench_report.plot(self._found)):  # empty if all of the sweep failed
             plot.write_text(drawing)
         if self._failed:
             typer.echo("\n".join([f"{len(self._failed)} of the cases failed:", *self._failed]), err=True)

@@ -57,18 +57,24 @@ def results(case: Case, of_rank: Sequence[Sequence[Measured]]) -> list[Result]:
     return found
 
 
+_FULL_WIDTH = 112  # columns that all of a table takes; below, those that fewer readers need are left out
+
+
 def show(console: Console, title: str, rows: Sequence[Result]) -> None:
+    """One table; on a narrow terminal without the fastest rank and the percentiles, which `--json` has."""
+    spread = ("fastest rank", "p10", "p90") if console.width >= _FULL_WIDTH else ()
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
     table.add_column("operation", no_wrap=True)
     table.add_column("line", no_wrap=True)
-    for name in ("median us", "fastest rank", "p10", "p90", "GB/s", "expertwire is"):
+    for name in ("median us", *spread, "GB/s", "expertwire is"):
         table.add_column(name, justify="right", no_wrap=True)
     previous = ""
     for r in rows:
         s, ours = r.summary, r.line == "expertwire"
+        seconds = (s.median_s, s.fastest_rank_s, s.p10_s, s.p90_s) if spread else (s.median_s,)
         table.add_row(
             r.operation if r.operation != previous else "", r.line,
-            *(f"{1e6 * value:,.1f}" for value in (s.median_s, s.fastest_rank_s, s.p10_s, s.p90_s)),
+            *(f"{1e6 * value:,.1f}" for value in seconds),
             "" if r.gbs is None else f"{r.gbs:.2f}", "" if ours else f"{r.slower:.2f} x as fast",
             style="bold" if ours else None,
         )  # fmt: skip

@@ -11,12 +11,13 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from expertwire.cli.words import number
 from expertwire.ordering import litmus as rows
 from expertwire.ordering.litmus import MEANING, RowResult
 
 
 def litmus(
-    profile: Annotated[str | None, typer.Option(help="Only rows on this profile.")] = None,
+    profile: Annotated[str | None, typer.Option(help="Only cases on this profile.")] = None,
     id_: Annotated[list[str] | None, typer.Option("--id", help="Only this row; may be repeated.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -36,7 +37,7 @@ def _plain(result: RowResult) -> dict[str, Any]:
     row = result.row
     return {
         "id": row.id,
-        "expected": row.verdict,
+        "expected": result.expected,
         "found": result.found,
         "agrees": result.agrees,
         "confidence": row.confidence,
@@ -59,11 +60,13 @@ def _show(results: list[RowResult], seconds: float, details: bool) -> None:
         where = " ".join(dict.fromkeys(f.profile for f in result.findings))
         agreement = "[green]agrees[/]" if result.agrees else "[bold red]DISAGREES[/]"
         table.add_row(
-            row.id, MEANING.get(row.verdict, row.verdict), MEANING.get(result.found, result.found),
+            row.id, MEANING.get(result.expected, result.expected), MEANING.get(result.found, result.found),
             str(result.states), agreement if result.findings else "not run", row.confidence, f"{where}: {row.source}",
         )  # fmt: skip
     console.print(table)
     for result in results:
+        for f in result.disagreeing:
+            console.print(f"{result.row.id} on {f.profile}: {MEANING[f.found]}, expected {MEANING[f.expected]}")
         if result.row.amended:
             console.print(f"{result.row.id}: {result.row.amended}")
         if result.row.reason:
@@ -73,13 +76,15 @@ def _show(results: list[RowResult], seconds: float, details: bool) -> None:
     bad = [r.row.id for r in results if not r.agrees]
     run = sum(1 for r in results if r.findings)
     states = sum(r.states for r in results)
-    console.print(f"{run} rows run, {states:,} states, {seconds:.1f} s, {len(bad)} disagreements {' '.join(bad)}")
+    counts = f"{number(run, 'row')} run, {number(states, 'state')}, {seconds:.1f} s, {number(len(bad), 'disagreement')}"
+    console.print(" ".join([counts, *bad]))
 
 
 def _details(console: Console, results: list[RowResult]) -> None:
     """The programs, and a schedule for every state that is reachable."""
     for result in results:
-        for case in result.row.cases:
+        ran = {f.profile for f in result.findings}
+        for case in [case for case in result.row.cases if ran & {*case.profiles}]:
             console.print(f"\n[bold]{result.row.id}[/] {case.remark}")
             for header, actions in case.threads.items():
                 console.print(f"    {header}: {actions}", markup=False)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
+import expertwire
 from expertwire.errors import ExpertWireError
 
 COMMANDS = ("demo", "bench", "check", "litmus", "soak", "doctor")
@@ -29,8 +30,18 @@ for _name in COMMANDS:
         app.command(_name)(getattr(importlib.import_module(f"expertwire.cli.{_name}"), _name))
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"expertwire {expertwire.__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def _group() -> None:
+def _group(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
     """Expert-parallel dispatch and combine for Mixture-of-Experts models."""
 
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from expertwire.cli.words import number
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -67,9 +69,9 @@ def soak(
         _show(console, finding)
     else:
         console.print(
-            f"[bold green]right[/]: {done} steps on {ranks} ranks over {profile} with {signal} ({schedule}, "
-            f"seed {seed}), {choices:,} choices, {60 * done / seconds:,.0f} steps a minute"
-            + (f", {masked} masks" if faults else ""),
+            f"[bold green]right[/]: {number(done, 'step')} on {ranks} ranks over {profile} with {signal} ({schedule}, "
+            f"seed {seed}), {number(choices, 'choice')}, {60 * done / seconds:,.0f} steps a minute"
+            + (f", {number(masked, 'mask')}" if faults else ""),
             soft_wrap=True,
         )
     return int(finding is not None)

@@ -38,15 +38,12 @@ class _Probe:
 
 
 def find_weakest(
-    name: str, signal: str | None, profile: str | None, on_progress: Callable[[int, int], None]
+    model: models.Model, mechanisms: list[str], known: list[Profile], on_progress: Callable[[int, int], None]
 ) -> list[dict[str, Any]]:
     """Per mechanism: the weakest profiles on which the protocol holds, and the promises that it needs of each."""
-    model = models.get(name)
-    chosen = [signals.get(signal).name] if signal else list(signals.MECHANISMS)
-    known = [profiles.get(profile)] if profile else [p for p in profiles.PROFILES.values() if p.machine == "network"]
     found: list[dict[str, Any]] = []
     total = 0
-    for done, mechanism in enumerate(chosen):
+    for done, mechanism in enumerate(mechanisms):
 
         def count(states: int, done: int = done) -> None:
             nonlocal total
@@ -61,9 +58,11 @@ def find_weakest(
 
 def show_weakest(name: str, signal: str | None, profile: str | None, as_json: bool) -> None:
     """Print what `find_weakest` finds."""
-    total = 1 if signal else len(signals.MECHANISMS)
-    with progress_bar(total, f"weakest profiles for {name}", as_json) as update:
-        found = find_weakest(name, signal, profile, update)
+    model = models.get(name)  # wrong names are refused before a bar is drawn
+    mechanisms = [signals.get(signal).name] if signal else list(signals.MECHANISMS)
+    known = [profiles.get(profile)] if profile else [p for p in profiles.PROFILES.values() if p.machine == "network"]
+    with progress_bar(len(mechanisms), f"weakest profiles for {name}", as_json) as update:
+        found = find_weakest(model, mechanisms, known, update)
     if as_json:
         typer.echo(json.dumps(found, indent=1))
         return

@@ -75,15 +75,28 @@ class RowResult:
     seconds: float = 0.0
 
     @property
+    def expected(self) -> str:
+        """What the source says of the first case that was run; contested if the readings that were run differ. Without
+        a filter that is the verdict of the row."""
+        return self._letter([f.expected for f in self.findings])
+
+    @property
     def found(self) -> str:
-        """The verdict of the first case; contested if the readings differ."""
-        if self.row.verdict == "?":
-            return "?" if len({f.found for f in self.findings}) > 1 else self.findings[0].found
-        return self.findings[0].found if self.findings else "-"
+        """The same of what the machine found."""
+        return self._letter([f.found for f in self.findings])
+
+    def _letter(self, letters: list[str]) -> str:
+        if self.row.verdict == "?" and len(set(letters)) > 1:
+            return "?"
+        return letters[0] if letters else "-"
+
+    @property
+    def disagreeing(self) -> list[Finding]:
+        return [f for f in self.findings if f.expected != f.found]
 
     @property
     def agrees(self) -> bool:
-        return all(f.expected == f.found for f in self.findings) and self.found in (self.row.verdict, "-")
+        return not self.disagreeing
 
     @property
     def states(self) -> int:
@@ -155,12 +168,12 @@ def program_of(row: Row, case: Case, profile: Profile) -> Program:
 
 
 def run_row(row: Row, profile: str | None = None, reduce: bool = True) -> RowResult:
-    """Run every case of a row (on profiles that begin with `profile`) and compare."""
+    """Run every case of a row (on `profile` alone, with whichever knobs the case turns) and compare."""
     findings = []
     started = time.perf_counter()
     for case in row.cases:
         for name in case.profiles:
-            if profile is None or name.partition("+")[0] == profile:
+            if _is_on(name, profile):
                 used = profiles.get(name)
                 query = parse_query(case.query) if case.query else None
                 result = explore(program_of(row, case, used), used, query=query, reduce=reduce)
@@ -175,8 +188,12 @@ def _letter(result: Result) -> str:
     return "U" if violation is not None and violation.kind == "undefined" else "A"
 
 
+def _is_on(name: str, profile: str | None) -> bool:
+    return profile in (None, name, name.partition("+")[0])
+
+
 def run(ids: Iterable[str] | None = None, profile: str | None = None) -> list[RowResult]:
-    """Run rows of the table."""
+    """Run rows of the table. InvalidArgument if none of them has a case on `profile`."""
     known = table()
     chosen = list(known) if ids is None else list(ids)
     for name in chosen:
@@ -184,8 +201,9 @@ def run(ids: Iterable[str] | None = None, profile: str | None = None) -> list[Ro
             raise InvalidArgument(f"unknown litmus row {name!r}; valid: {', '.join(known)}")
     if profile is not None:
         profiles.get(profile)
-    return [
-        run_row(known[name], profile)
-        for name in chosen
-        if profile is None or any(p.partition("+")[0] == profile for c in known[name].cases for p in c.profiles)
-    ]
+    where = {name: dict.fromkeys(p for case in known[name].cases for p in case.profiles) for name in chosen}
+    matching = [name for name in chosen if any(_is_on(p, profile) for p in where[name])]
+    if profile is not None and not matching:
+        valid = dict.fromkeys(p for name in chosen for p in where[name])
+        raise InvalidArgument(f"no case of these litmus rows is on {profile}; valid: {', '.join(valid)}")
+    return [run_row(known[name], profile) for name in (chosen if profile is None else matching)]

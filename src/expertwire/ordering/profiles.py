@@ -12,8 +12,8 @@ readings.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args, get_type_hints
 
 from expertwire.errors import InvalidArgument
 
@@ -85,17 +85,34 @@ class Profile:
     gdr_order: Literal["none", "owner", "all"] = "all"
     gdr_flush_trusted: bool = False
     racy_is_undefined: bool = False
-    single_copy: int = 8
+    single_copy: Literal[8, 16, 32, 64, 128] = 8
     proxy_fence: Literal["path", "cta", "own"] = "cta"
 
     def but(self, **knobs: Any) -> Profile:
-        """The same contract with some knobs turned."""
-        known = {f.name for f in fields(self)}
-        for knob in knobs:
-            if knob not in known:
-                raise InvalidArgument(f"unknown knob {knob!r}; valid: {', '.join(sorted(KNOBS))}")
+        """The same contract with some knobs turned. InvalidArgument names what is no knob, or no value of it."""
+        for knob, value in knobs.items():
+            if value not in values_of(knob):
+                raise _no_value(knob, value)
         changed = ",".join(f"{k}={v}" for k, v in knobs.items())
-        return replace(self, name=f"{self.name}+{changed}" if changed else self.name, **knobs)
+        join = "," if "+" in self.name else "+"
+        return replace(self, name=f"{self.name}{join}{changed}" if changed else self.name, **knobs)
+
+
+def values_of(knob: str) -> tuple[Any, ...]:
+    """What a knob may be, as its field says.
+
+    >>> values_of("wire"), values_of("amo_order")
+    (('fifo', 'any'), (False, True))
+    """
+    if knob not in KNOBS:
+        raise InvalidArgument(f"unknown knob {knob!r}; valid: {', '.join(sorted(KNOBS))}")
+    kind = get_type_hints(Profile)[knob]
+    return (False, True) if kind is bool else get_args(kind)
+
+
+def _no_value(knob: str, value: Any) -> InvalidArgument:
+    valid = ", ".join(map(str, values_of(knob)))
+    return InvalidArgument(f"knob {knob} must be one of {valid}, got {value!r}; separate knobs with commas")
 
 
 def _rc(name: str, source: str, **knobs: Any) -> Profile:
@@ -210,17 +227,18 @@ PROFILES: dict[str, Profile] = {
 
 def get(name: str) -> Profile:
     """The profile of that name; knobs may be appended: "rc.spec+amo_order=False,wire=any"."""
-    base, _, turned = name.partition("+")
+    base, plus, turned = name.partition("+")
     if base not in PROFILES:
         raise InvalidArgument(f"unknown profile {base!r}; valid: {', '.join(PROFILES)}")
-    if not turned:
-        return PROFILES[base]
     knobs: dict[str, Any] = {}
-    for item in turned.split(","):
-        knob, _, value = item.partition("=")
-        if knob not in KNOBS:
-            raise InvalidArgument(f"unknown knob {knob!r}; valid: {', '.join(sorted(KNOBS))}")
-        knobs[knob] = {"True": True, "False": False}.get(value, int(value) if value.isdigit() else value)
+    for item in turned.split(",") if plus else ():
+        knob, _, text = item.partition("=")
+        if knob in knobs:
+            raise InvalidArgument(f"knob {knob} is turned twice in {name!r}")
+        named = {str(value): value for value in values_of(knob)}
+        if text not in named:
+            raise _no_value(knob, text)
+        knobs[knob] = named[text]
     return PROFILES[base].but(**knobs)
 
 

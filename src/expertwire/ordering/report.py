@@ -31,6 +31,11 @@ class Cell:
     def holds(self) -> bool:
         return self.verdict == Verdict.HOLDS
 
+    @property
+    def undecided(self) -> bool:
+        """Neither proved nor refuted. A complete exploration that missed a goal is decided: the model is at fault."""
+        return self.verdict == Verdict.BOUND and not self.violation
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
