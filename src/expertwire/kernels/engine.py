@@ -266,7 +266,7 @@ class DeviceEngine:
         self.launch(
             combine_push, max(1, min(grid, groups * pieces)),
             (returned, step.bank, num_places, groups, meta.shape[1], own),
-            (y.view(torch.int32), meta, lengths, offsets, step.counts), rest,
+            (y.reshape(-1).view(torch.int32), meta, lengths, offsets, step.counts), rest,
         )  # fmt: skip
 
     def combine_ready(
