@@ -44,12 +44,10 @@ class Case:
     steps: int = 2
     strict: bool = False
     together: int | None = None  # tokens that a block of the plan counts; None: what the planner says
-    groups: int | None = None  # into how many these blocks are put, likewise
 
     def __str__(self):
         kind = "fused" if self.fused else "planned"
         kind += ("-strict" if self.strict else "") + (f"-by{self.together}" if self.together else "")
-        kind += f"-in{self.groups}" if self.groups else ""
         return f"{self.layout.value}-{self.wire}-{self.num_ranks}ranks-{kind}-h{self.hidden}-k{self.num_topk}"
 
 
@@ -147,8 +145,6 @@ def device_engine(memory, case, num_banks=2):
     )  # fmt: skip
     if case.together is not None:
         engine.planner._counted = dict.fromkeys((False, True), case.together)
-    if case.groups is not None:
-        engine.planner.most_groups = case.groups
     return engine
 
 

@@ -203,3 +203,12 @@ def test_who_shares_something_is_summoned():
 def test_a_message_that_is_too_long():
     with pytest.raises(AssertionError, match=r"a message of 655\d\d bytes"):
         Meeting(Threads(1, {}).of(0)).all_gather(b"x" * PAGE_BYTES)
+
+
+def test_a_late_rank_names_who_refused_and_not_who_saw_it():
+    """Rank 0 has refused the next call too by now, and rank 2 waits there."""
+    crew = Threads(3, {})
+    refuses, late, saw = (Meeting(crew.of(rank)) for rank in range(3))
+    refuses.refuse(512)
+    saw._words[2][0] = 2 * 512
+    assert late.arrive(256, 0, 1.0) == [0]

@@ -51,22 +51,21 @@ SIZES = {"R": 8, "RANKS": 8, "E": 256, "hidden": 7168, "BLOCK": 128}
 SLOTS = SIZES | {"EXPERTS": 256, "K": 8, "SLOTS": 8, "TOKENS": 128, "LINES": 64, "PARTS": 1, "UE8M0": False}
 SEND = SIZES | {
     "sf_in": None, "SENDS": 8, "LINES": 64, "width": 7168, "unit_bytes": 2, "SF_UNITS": 64, "sf_unit_bytes": 4,
-    "UE8M0": False, "RECEIVE": True, "VOID": 1, "K": 8, "SLOTS": 8, "TOKENS": 64, "BLOCKS": 64, "GROUP": 1, "KEYS": 512,
-    "PLACE": True, "COMPACT": False, "topk_idx": None, "topk_weights": None, "indexes": None,
+    "UE8M0": False, "RECEIVE": True, "VOID": 1, "K": 8, "SLOTS": 8, "TOKENS": 64, "KEYS": 512, "PLACE": True,
+    "COMPACT": False, "topk_idx": None, "topk_weights": None, "indexes": None,
 }  # fmt: skip
 PLACED = {"PLACE": False, "keys": None, "block_counts": None, "first_rows": None}
 COMPACT = {k: v for k, v in SEND.items() if k not in ("topk_idx", "topk_weights", "indexes")}
-COMPACT |= {"COMPACT": True}
+COMPACT |= {"COMPACT": True, "TOKENS": 128, "KEYS": 1024}
 COMBINE = SIZES | {
     "bias0": None, "bias1": None, "SENDS": 8, "WEIGHTED": True, "NUM_BIASES": 0, "TELL": True, "OWN": False,
     "PUBLISH": True, "RECEIVE": True, "AGAIN": False, "FINISH": True, "BY_RANK": False,
 }  # fmt: skip
 PLAN = SIZES | {
-    "K": 8, "SLOTS": 8, "TOKENS": 64, "EXPERTS": 256, "RANK_BINS": 8, "BLOCKS": 64, "GROUP": 1, "COLUMNS": 256,
+    "K": 8, "SLOTS": 8, "TOKENS": 64, "EXPERTS": 256, "RANK_BINS": 8, "BLOCKS": 64, "COLUMNS": 256,
 }  # fmt: skip
 PLACES = {
-    "R": 8, "E": 256, "K": 8, "SLOTS": 8, "SENDS": 8, "TOKENS": 64, "BLOCKS": 64, "GROUP": 1, "KEYS": 512,
-    "payload_bytes": 7168,
+    "R": 8, "E": 256, "K": 8, "SLOTS": 8, "SENDS": 8, "TOKENS": 64, "KEYS": 512, "payload_bytes": 7168,
 }  # fmt: skip
 GRADIENT = {"GROUPS": 32, "GROUP_BINS": 32, "ROWS": 2, "COLUMNS": 2048, "hidden": 7168}
 LOGFMT = {"hidden": 7168, "CHUNK": 1024, "SENDS": 8, "META": 3}
@@ -102,8 +101,7 @@ KERNELS = {
     "ready to combine": (combine_send, COMBINE, 1),
     "ready to combine, anywhere": (combine_send, COMBINE | {"seen_at": None}, 1),
     "plan": (plan_count, PLAN | {"LAYOUT": 1}, 16),
-    "plan, ranks": (plan_count, PLAN | {"LAYOUT": 0, "COLUMNS": 8}, 16),
-    "plan, groups": (plan_count, PLAN | {"LAYOUT": 1, "BLOCKS": 512, "GROUP": 8}, 16),
+    "plan, ranks": (plan_count, PLAN | {"LAYOUT": 0, "TOKENS": 128, "BLOCKS": 32}, 16),
     "plan, slots": (plan_count, PLAN | {"LAYOUT": 2}, 16),
     "plan, few tokens": (plan_count, PLAN | {"LAYOUT": 1, "BLOCKS": 1}, 16),
     "plan, few experts": (plan_count, PLAN | {"LAYOUT": 1, "BLOCKS": 2, "E": 8, "EXPERTS": 8, "COLUMNS": 8}, 16),

@@ -21,7 +21,7 @@ SHAPES = [
     (16, 256, 6, 160, 5),
     (1, 2880, 4, 128, 130),
     (4, 5120, 17, 333, 65),
-    (2, 16, 4, 24, 4200),  # a plan of many blocks, in groups
+    (2, 16, 4, 24, 4200),  # a plan of many blocks
 ]
 WIRES = [BF16(), FP8Block(), FP8Block(scale="ue8m0")]
 

@@ -23,8 +23,6 @@ CASES = [
     Case(MAJOR, "bf16", hidden=16, together=2),  # in several blocks, as many tokens are
     Case(COMPACT, "bf16", hidden=16, together=2, routing="repeats"),
     Case(SLOTS, "bf16", hidden=16, together=1, strict=True),
-    Case(MAJOR, "bf16", hidden=16, together=1, groups=2, strict=True),
-    Case(COMPACT, "bf16", hidden=16, together=1, groups=4),
 ]
 
 

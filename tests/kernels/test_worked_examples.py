@@ -72,8 +72,8 @@ def small_examples(group):
         torch.zeros(2, 8, dtype=torch.bfloat16), None, where, None, None, none, 2, 1,
         ints(5, 7, 7, 5), None, torch.zeros(9, dtype=torch.int32), first_rows, torch.zeros(8, dtype=torch.int32),
         addresses, ints(memory.data_ptr(), dtype=torch.int64), none, none, none, none, 0, 0, 1024,
-        R=1, RANKS=1, E=8, K=2, SLOTS=2, TOKENS=2, BLOCKS=1, GROUP=1, KEYS=4, PLACE=True, COMPACT=False, SENDS=2,
-        ROWS=1, LINES=1, BLOCK=8, width=8, unit_bytes=2, sf_units=0, SF_UNITS=1, sf_unit_bytes=4, FP8=False,
+        R=1, RANKS=1, E=8, K=2, SLOTS=2, TOKENS=2, KEYS=4, PLACE=True, COMPACT=False, SENDS=2, ROWS=1,
+        LINES=1, BLOCK=8, width=8, unit_bytes=2, sf_units=0, SF_UNITS=1, sf_unit_bytes=4, FP8=False,
         UE8M0=False, RECEIVE=True, VOID=1,
     )  # fmt: skip
     source, out = torch.arange(1, 17, dtype=torch.int32)[:, None].contiguous(), torch.zeros(16, 1, dtype=torch.int32)

@@ -56,10 +56,10 @@ def dispatch_send(
     keys, indexes, block_counts, first_rows, home, addresses, row_bases, word_bases, epochs, tickets, status, rank,
     sf_at, meta_at,
     R: tl.constexpr, RANKS: tl.constexpr, E: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr,
-    BLOCKS: tl.constexpr, GROUP: tl.constexpr, KEYS: tl.constexpr, PLACE: tl.constexpr, COMPACT: tl.constexpr,
-    SENDS: tl.constexpr, ROWS: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr, width: tl.constexpr,
-    unit_bytes: tl.constexpr, sf_units: tl.constexpr, SF_UNITS: tl.constexpr, sf_unit_bytes: tl.constexpr,
-    FP8: tl.constexpr, UE8M0: tl.constexpr, RECEIVE: tl.constexpr, VOID: tl.constexpr,
+    KEYS: tl.constexpr, PLACE: tl.constexpr, COMPACT: tl.constexpr, SENDS: tl.constexpr, ROWS: tl.constexpr,
+    LINES: tl.constexpr, BLOCK: tl.constexpr, width: tl.constexpr, unit_bytes: tl.constexpr, sf_units: tl.constexpr,
+    SF_UNITS: tl.constexpr, sf_unit_bytes: tl.constexpr, FP8: tl.constexpr, UE8M0: tl.constexpr, RECEIVE: tl.constexpr,
+    VOID: tl.constexpr,
 ):  # fmt: skip
     """Rows [T, width], of values (FP8: bfloat16 in, e4m3 out) or of opaque units of `unit_bytes`.
 
@@ -82,12 +82,12 @@ def dispatch_send(
         if PLACE and COMPACT:
             place_ranks(
                 topk_idx, topk_weights, keys, indexes, block_counts, first_rows, home, row_bases, sends_to, addresses,
-                chunk * ROWS, num_tokens, rank, meta_at, R, E, K, SLOTS, SENDS, TOKENS, BLOCKS, GROUP, ROWS, out_bytes,
+                chunk * ROWS, num_tokens, rank, meta_at, R, E, K, SLOTS, SENDS, TOKENS, ROWS, out_bytes,
             )  # fmt: skip
         elif PLACE:
             place_experts(
                 keys, block_counts, first_rows, home, row_bases, sends_to, addresses, chunk * ROWS, num_tokens, rank,
-                meta_at, E, K, SLOTS, TOKENS, BLOCKS, GROUP, ROWS, KEYS, out_bytes,
+                meta_at, R, E, K, SLOTS, TOKENS, ROWS, KEYS, out_bytes,
             )  # fmt: skip
         token = chunk * ROWS + (line // LINES).to(tl.int64)
         live = token < num_tokens

@@ -147,16 +147,15 @@ class DeviceEngine:
 
         def rest() -> Rest:
             state, bank, rows = self.state, self.state.banks[step.bank], places.rows
-            tables = self.planner.tables(plan.tokens) if plan.unplaced else (None,) * 4
+            tables = self.planner.tables(plan.tokens)[:4] if plan.unplaced else (None,) * 4
             fixed: tuple[torch.Tensor | int | None, ...] = (
                 *tables, state.home, self.planner.addresses, places.bases[step.bank], bank.words, bank.epoch,
                 bank.ticket, state.status, self.rank, places.region.sf, places.region.meta,
             )  # fmt: skip
             return fixed, {
                 "R": self.num_ranks, "RANKS": self._ranks, "E": self.num_experts, "K": self.num_topk,
-                "SLOTS": self._slots, "TOKENS": plan.tokens, **self.planner.blocks(plan.tokens),
-                "KEYS": pow2(plan.tokens * self.num_topk), "PLACE": plan.unplaced,
-                "COMPACT": step.layout is Layout.COMPACT, "SENDS": step.sends_to.shape[1],
+                "SLOTS": self._slots, "TOKENS": plan.tokens, "KEYS": pow2(plan.tokens * self.num_topk),
+                "PLACE": plan.unplaced, "COMPACT": step.layout is Layout.COMPACT, "SENDS": step.sends_to.shape[1],
                 "ROWS": tile.rows, "LINES": tile.columns, "BLOCK": rows.block, "width": rows.width,
                 "unit_bytes": rows.unit_bytes, "sf_units": rows.sf_units, "SF_UNITS": pow2(rows.sf_units),
                 "sf_unit_bytes": rows.sf_unit_bytes, "FP8": rows.fp8, "UE8M0": rows.ue8m0, "RECEIVE": receive,

@@ -59,8 +59,9 @@ class Meeting:
             peer for peer, (come, refused, _) in words
             if refused == call or come < place or (stage == 0 and come > place + 1)
         ]  # fmt: skip
-        named = [peer for peer in void if self._words[peer][1] == call]
-        return named or void
+        refusing = [peer for peer in void if self._words[peer][1] == call]
+        absent = [peer for peer in void if self._words[peer][0] < place]  # refused this call and a later one
+        return refusing or absent or void
 
     def all_gather(self, value: object) -> list[Any]:
         """Every rank's value, None of masked ones. PeerLost if a rank leaves meanwhile, PeerTimeout if one has given up

@@ -40,19 +40,10 @@ from expertwire.kernels.tally import add_rows
 
 
 @triton.jit
-def _in_earlier_blocks(block_counts, key, sends, block, N: tl.constexpr, BLOCKS: tl.constexpr, GROUP: tl.constexpr):
-    """Rows of each key, one of N, in earlier blocks of tokens."""
-    found = tl.load(block_counts + block * N + key, mask=sends, other=0)
-    if GROUP > 1:
-        found += tl.load(block_counts + (BLOCKS + block // GROUP) * N + key, mask=sends, other=0)
-    return found
-
-
-@triton.jit
 def place_experts(
     keys, block_counts, first_rows, home, row_bases, where, addresses, first, num_tokens, rank, meta_at,
-    E: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr, BLOCKS: tl.constexpr,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, payload_bytes: tl.constexpr,
+    R: tl.constexpr, E: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, payload_bytes: tl.constexpr,
 ):  # fmt: skip
     """EXPERT_*: ROWS tokens from `first` on, of TOKENS that were counted together.
 
@@ -70,7 +61,7 @@ def place_experts(
     theirs = tl.load(keys + block.to(tl.int64) * TOKENS * K + earlier, mask=earlier < end, other=-2)
     sends = key >= 0
     known = tl.maximum(key, 0)
-    index = _in_earlier_blocks(block_counts, known, sends, block, E, BLOCKS, GROUP)
+    index = tl.load(block_counts + block * (E + R) + known, mask=sends, other=0)
     first_row = tl.load(first_rows + known, mask=sends, other=0)
     owner = tl.load(home + known, mask=sends, other=0) >> HOME_RANK
     base = tl.load(row_bases + owner, mask=sends, other=0)
@@ -89,7 +80,7 @@ def place_ranks(
     topk_idx, topk_weights, keys, indexes, block_counts, first_rows, home, row_bases, where, addresses, first,
     num_tokens, rank, meta_at,
     R: tl.constexpr, E: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, SENDS: tl.constexpr, TOKENS: tl.constexpr,
-    BLOCKS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, payload_bytes: tl.constexpr,
+    ROWS: tl.constexpr, payload_bytes: tl.constexpr,
 ):  # fmt: skip
     """COMPACT, likewise. topk_weights may be None: ones."""
     entry = tl.arange(0, ROWS * SLOTS)
@@ -99,7 +90,7 @@ def place_ranks(
     sends = key >= 0
     known = tl.maximum(key, 0)
     index = tl.load(indexes + token * K + slot, mask=sends, other=0)
-    index += _in_earlier_blocks(block_counts, known, sends, first // TOKENS, R, BLOCKS, GROUP)
+    index += tl.load(block_counts + first // TOKENS * (E + R) + E + known, mask=sends, other=0)
     first_row = tl.load(first_rows + E + known, mask=sends, other=0)
     base = tl.load(row_bases + known, mask=sends, other=0)
     row = (index + first_row).to(tl.int64)
@@ -137,20 +128,19 @@ def place_rows(
     topk_idx, topk_weights, sends_to, num_tokens, keys, indexes, block_counts, first_rows, home, row_bases, addresses,
     rank, meta_at,
     R: tl.constexpr, E: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, SENDS: tl.constexpr, TOKENS: tl.constexpr,
-    BLOCKS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, COMPACT: tl.constexpr,
-    payload_bytes: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, COMPACT: tl.constexpr, payload_bytes: tl.constexpr,
 ):  # fmt: skip
     """The launch of its own: ROWS tokens a block."""
     first = tl.program_id(0) * ROWS
     if COMPACT:
         place_ranks(
             topk_idx, topk_weights, keys, indexes, block_counts, first_rows, home, row_bases, sends_to, addresses,
-            first, num_tokens, rank, meta_at, R, E, K, SLOTS, SENDS, TOKENS, BLOCKS, GROUP, ROWS, payload_bytes,
+            first, num_tokens, rank, meta_at, R, E, K, SLOTS, SENDS, TOKENS, ROWS, payload_bytes,
         )  # fmt: skip
     else:
         place_experts(
             keys, block_counts, first_rows, home, row_bases, sends_to, addresses, first, num_tokens, rank, meta_at,
-            E, K, SLOTS, TOKENS, BLOCKS, GROUP, ROWS, KEYS, payload_bytes,
+            R, E, K, SLOTS, TOKENS, ROWS, KEYS, payload_bytes,
         )  # fmt: skip
 
 

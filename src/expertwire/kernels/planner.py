@@ -38,32 +38,28 @@ class Plan(NamedTuple):
 class Planner:
     """Makes the plans of one rank. They lie in memory that the next plan overwrites."""
 
-    most_groups = 64  # of blocks: so many counts does the last block add up
-
     def __init__(self, state: DeviceState, launch: Launcher) -> None:
         self.state, self.launch = state, launch
         self._ranks, self._slots = pow2(state.num_ranks), pow2(state.num_topk)
         self._counted = {compact: self._counted_together(compact) for compact in (False, True)}
-        self._width = state.num_experts + state.num_ranks
-        self._totals = state.int32([0] * (self._width + self.most_groups))  # and tickets of groups: all 0 between plans
 
     def _counted_together(self, compact: bool) -> int:
-        """How many tokens a block of `plan_count` counts: comparing many selections with each other takes registers,
-        here and, of EXPERT_*, in `place_experts`."""
-        per_token = self._slots * max(self._slots, self._ranks if compact else 0)
-        return max(1, min(64, (1 << 14) // per_token))
-
-    def blocks(self, tokens: int) -> dict[str, int]:
-        """For how many blocks of so many tokens there is room, and how many of them are a group: 1 if they are few."""
-        blocks = pow2(ceil_div(self.state.capacity, tokens))
-        return {"BLOCKS": blocks, "GROUP": max(1, blocks // self.most_groups)}
+        """How many tokens a block of `plan_count` counts: adding up many blocks takes the last one time, comparing many
+        selections with each other takes registers, here and, of EXPERT_*, in `place_experts`."""
+        capacity, per_token = self.state.capacity, self._slots * max(self._slots, self._ranks if compact else 0)
+        tokens = max(1, min(128 if compact else 64, (1 << 14) // per_token))
+        most = (1 << 15) // per_token if compact else min((1 << 15) // per_token, (1 << 10) // self._slots)
+        while ceil_div(capacity, tokens) > 64 and 2 * tokens <= most:
+            tokens *= 2
+        return tokens
 
     def tables(self, tokens: int) -> tuple[torch.Tensor, ...]:
-        """Between the kernels of a plan: keys, indexes, counts of blocks and behind them of groups, first rows."""
+        """Between the kernels of a plan: keys, indexes, counts of blocks, first rows; and, within the first of them,
+        sums of the counts."""
         state = self.state
+        width, blocks = state.num_experts + state.num_ranks, ceil_div(state.capacity, tokens)
         sizes = dict.fromkeys(("keys", "indexes"), state.capacity * state.num_topk)
-        rows = self.blocks(tokens)["BLOCKS"] + self.most_groups
-        sizes |= {"block_counts": rows * self._width, "first_rows": self._width}
+        sizes |= {"block_counts": blocks * width, "first_rows": width, "totals": width}
         return tuple(state.scratch(name, torch.int32, size) for name, size in sizes.items())
 
     def plan(self, step: Step) -> Plan:
@@ -73,18 +69,17 @@ class Planner:
         num_blocks = max(1, ceil_div(num_tokens, tokens))
 
         def rest_of_count() -> Rest:
-            room, experts = self.blocks(tokens), max(2, pow2(state.num_experts))
-            keys = self._ranks if step.layout is Layout.COMPACT else experts
+            blocks, experts = pow2(ceil_div(state.capacity, tokens)), max(2, pow2(state.num_experts))
             fixed: tuple[torch.Tensor | int, ...] = (
-                *self.tables(tokens), self._totals, state.tally, bank.words, bank.counts, state.home, state.by_owner,
+                *self.tables(tokens), state.tally, bank.words, bank.counts, state.home, state.by_owner,
                 state.owner_start, bank.epoch, bank.ticket, state.status, state.rank, state.slot_room, state.first_own,
                 state.num_local_experts,
             )  # fmt: skip
-            at_once = max(room["GROUP"], room["BLOCKS"] // room["GROUP"])
             return fixed, {
                 "R": state.num_ranks, "RANKS": self._ranks, "E": state.num_experts, "EXPERTS": experts,
-                "RANK_BINS": max(2, self._ranks), "K": state.num_topk, "SLOTS": self._slots, "TOKENS": tokens, **room,
-                "COLUMNS": min(keys, max(16, 32768 // at_once)), "LAYOUT": LAYOUTS[step.layout], "num_warps": 16,
+                "RANK_BINS": max(2, self._ranks), "K": state.num_topk, "SLOTS": self._slots, "TOKENS": tokens,
+                "BLOCKS": blocks, "COLUMNS": min(experts, max(16, 32768 // blocks)), "LAYOUT": LAYOUTS[step.layout],
+                "num_warps": 16,
             }  # fmt: skip
 
         self.launch(
@@ -102,13 +97,13 @@ class Planner:
 
         def rest() -> Rest:
             fixed: tuple[torch.Tensor | int, ...] = (
-                *self.tables(tokens), state.home, places.bases[step.bank], self.addresses, state.rank,
+                *self.tables(tokens)[:4], state.home, places.bases[step.bank], self.addresses, state.rank,
                 places.region.meta,
             )  # fmt: skip
             return fixed, {
                 "R": state.num_ranks, "E": state.num_experts, "K": state.num_topk, "SLOTS": self._slots,
-                "SENDS": step.sends_to.shape[1], "TOKENS": tokens, **self.blocks(tokens), "ROWS": rows,
-                "KEYS": keys_at_once, "COMPACT": compact, "payload_bytes": places.rows.payload_bytes, "num_warps": 8,
+                "SENDS": step.sends_to.shape[1], "TOKENS": tokens, "ROWS": rows, "KEYS": keys_at_once,
+                "COMPACT": compact, "payload_bytes": places.rows.payload_bytes, "num_warps": 8,
             }  # fmt: skip
 
         self.launch(

@@ -1,5 +1,4 @@
-"""Where every selection goes: counts per expert and rank, and the final row of each (token, slot). Atomics only add up
-counts; no row depends on who comes first.
+"""Where every selection goes: counts per expert and rank, and the final row of each (token, slot). No atomics.
 
 Letters: T tokens of this rank, K top-k slots, E experts of all ranks, R ranks, L experts of one rank.
 
