@@ -293,6 +293,12 @@ class Buffer:
         Runs a dispatch of no tokens and its combine for each, with int64 ids and with weights.
         """
         device, calls = self.settings.device, calls or _EVERYTHING
+        for call in calls:
+            if not isinstance(call, Mapping):
+                raise InvalidArgument(
+                    f"rank {self.rank}: warmup takes keyword arguments of dispatch, such as {{'layout': "
+                    f"Layout.EXPERT_MAJOR}}, got {call!r}"
+                )
         x = torch.empty(0, self.settings.hidden, dtype=torch.bfloat16, device=device)
         ids = torch.empty(0, self.settings.num_topk, dtype=torch.int64, device=device)
         weights = torch.empty(0, self.settings.num_topk, device=device)
@@ -387,6 +393,9 @@ class Buffer:
         """
         _check.integer("num_ranks", num_ranks, 1, 1 << 20)
         _check.shape(num_experts, hidden, num_topk, num_max_tokens_per_rank, max_in_flight)
+        _check.choice("device", device, ("cpu", "cuda"))
+        _check.choice("on_timeout", on_timeout, ("raise", "mask", "end"))
+        _check.choice("layout", layout, tuple(Layout))
         if device == "cpu":
             apart = on_timeout == "mask"
             shared = WindowLayout(num_ranks, num_max_tokens_per_rank, hidden, num_topk, max_in_flight, apart)

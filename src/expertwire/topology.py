@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import index
 
 from expertwire.errors import InvalidArgument
 
@@ -21,7 +22,12 @@ class Placement:
     expert_ranks: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "expert_ranks", tuple(int(r) for r in self.expert_ranks))
+        try:
+            object.__setattr__(self, "expert_ranks", tuple(index(rank) for rank in self.expert_ranks))
+        except TypeError:
+            raise InvalidArgument(
+                f"placement: a table has the rank of every expert, such as (0, 0, 1, 1), got {self.expert_ranks!r}"
+            ) from None
         if not self.expert_ranks:
             raise InvalidArgument("placement: at least one expert is needed, got an empty table")
         if min(self.expert_ranks) < 0:
@@ -30,6 +36,8 @@ class Placement:
     @classmethod
     def contiguous(cls, num_experts: int, num_ranks: int) -> Placement:
         """Equal runs in rank order; when experts do not divide by ranks, the first ranks hold one more."""
+        if num_ranks < 1:
+            raise InvalidArgument(f"placement: at least one rank is needed, got {num_ranks}")
         share, extra = divmod(num_experts, num_ranks)
         return cls.from_counts([share + (rank < extra) for rank in range(num_ranks)])
 

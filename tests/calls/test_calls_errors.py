@@ -400,3 +400,28 @@ def records_in_short(rank):
 
 def test_records_are_printed_in_short_and_compared_by_identity():
     world(2, records_in_short)
+
+
+@pytest.mark.parametrize("table", [8, [0, "1"], "01", (0, 1.5), None])
+def test_a_placement_is_a_table_of_ranks(table):
+    with pytest.raises(ew.InvalidArgument, match="a table has the rank of every expert"):
+        ew.Placement(table)
+
+
+def test_what_is_no_setting_of_size_hint():
+    sizes = {"num_ranks": 2, "hidden": 64, "num_topk": 2, "num_max_tokens_per_rank": 8}
+    for wrong in ({"device": "tpu"}, {"on_timeout": "never"}, {"layout": "rows", "device": "cuda"}):
+        with pytest.raises(ew.InvalidArgument, match=f"{next(iter(wrong))} must be one of"):
+            ew.Buffer.size_hint(**sizes, **wrong)
+    with pytest.raises(ew.InvalidArgument, match="at least one rank is needed, got 0"):
+        ew.Placement.contiguous(8, 0)
+
+
+def test_warmup_takes_arguments_of_dispatch():
+    def work(rank):
+        with ew.Buffer(rank, num_experts=8, hidden=64, num_topk=2, num_max_tokens_per_rank=8) as buf:
+            with pytest.raises(ew.InvalidArgument, match=r"keyword arguments of dispatch.*got 'expert_major'"):
+                buf.warmup("expert_major")
+            buf.warmup({"layout": "expert_major"})
+
+    ew.World(1).run(work)
