@@ -194,7 +194,7 @@ def decode_case(tokens, experts):
     y = torch.randn(experts * tokens, 7168, device="cuda").bfloat16()
     out = torch.empty_like(x)
     dispatch = total(lambda: engine.dispatch_fused(x, step, places))
-    combine = total(lambda: engine.combine(y, step, out, weighted=True))
+    combine = total(lambda: engine.gather(y, step, out, weighted=True))
     owned = [(part, torch.empty_like(part)) for part in (places.payload(0), places.sf(0), places.meta(0))]
 
     def dispatch_owned():
@@ -303,7 +303,7 @@ def expert_major_case(wire):
     if wire == "bf16":
         y, out = torch.randn(32768, 7168, device="cuda").bfloat16(), torch.empty_like(x)
         floor = copy_time((4096 + 32768) * 14336 // 2)
-        us = total(lambda: engine.combine(y, step, out, weighted=True))
+        us = total(lambda: engine.gather(y, step, out, weighted=True))
         note(prefill="expert_major combine", us=us, copy_us=floor, share_of_copy=floor / us)
 
 
@@ -346,7 +346,7 @@ def model_case(name, tokens, layout):
     times = {
         "dispatch": (total(dispatch), copy_time((tokens * hidden * 2 + rows * sent) // 2)),
         "combine": (
-            total(lambda: engine.combine(y, step, out, weighted=layout is not COMPACT)),
+            total(lambda: engine.gather(y, step, out, weighted=layout is not COMPACT)),
             copy_time((rows + tokens) * hidden),
         ),
     }

@@ -101,11 +101,13 @@ def measure(group, tokens, num_sms, check):
     torch.cuda.synchronize()
 
     def in_place():
-        engine.combine(y, step, out, weighted=False, seen_at=inputs.seen_at[0], returned=returned)
+        engine.combine_ready(y, step, inputs.seen_at[0])
+        engine.gather(y, step, out, weighted=False, returned=returned)
 
     def push_and_combine():
         engine.push(ordinary, meta, step, returned)
-        engine.combine(ordinary, step, out, weighted=False, seen_at=engine.state.nowhere, returned=returned)
+        engine.combine_ready(ordinary, step, engine.state.nowhere)
+        engine.gather(ordinary, step, out, weighted=False, returned=returned)
 
     timed("bf16 combine, output in the window", in_place)
     timed("bf16 combine, ordinary tensor", push_and_combine)

@@ -10,7 +10,8 @@ the host: what must be compiled and shared for it is rehearsed in the forward pa
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -55,12 +56,10 @@ class DeviceGradients:
         def backward(grads: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
             self._raise_if_unusable(arrived)
             rows = self._as_rows(grads[0] if x is not None else None, arrived.num_rows)
-            sums = self._combine(rows, arrived)
-            weights = None
+            values = None
             if weighted:
-                width = self._settings.num_topk
-                expose_values(self._runtime, self._as_values(grads[1], arrived.num_rows, width), arrived.step)
-                weights = collect_values(self._runtime, arrived.step)
+                values = self._as_values(grads[1], arrived.num_rows, self._settings.num_topk)
+            sums, weights = self._combine(rows, values, arrived)
             return [sums if x is not None else None, weights]
 
         self._rehearse(arrived.step, ("dispatch", weighted), backward)
@@ -68,19 +67,40 @@ class DeviceGradients:
         tied, handle._edge = attach(handle._edge, outputs, (x, topk_weights), backward)
         return tied[0], tied[1] if weighted else None
 
-    def _combine(self, y: torch.Tensor, arrived: Arrived) -> torch.Tensor:
-        step, returned, seen_at = arrived.step, None, None
+    def _combine(
+        self, y: torch.Tensor, values: torch.Tensor | None, arrived: Arrived
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The sums of rows [rows, hidden], and values [T, K] from those at the rows."""
+        step, returned, seen_at, weights = arrived.step, None, None, None
         out = self._state.empty(torch.bfloat16, step.sends_to.shape[0], self._settings.hidden)
         if self._state.pushes:
             returned, seen_at = self._state.returned(step.layout), self._state.nowhere
+        if values is not None:
+            expose_values(self._runtime, values, step)
+        name = self._runtime.names.name(f"backward of dispatch, weights={values is not None}")
 
-        def launches() -> None:
+        def send() -> None:
             if returned is not None:
                 self._engine.push(y, arrived.meta, step, returned)
-            self._engine.combine(y, step, out, weighted=False, seen_at=seen_at, returned=returned)
+            self._engine.combine_ready(y, step, seen_at, name=name)
 
-        self._runtime.launch(("backward of dispatch", step.layout), launches)
-        return out
+        def gather() -> None:
+            self._engine.gather(y, step, out, weighted=False, returned=returned)
+
+        with self._combining():
+            self._runtime.launch(("backward of dispatch, sent", step.layout), send)
+            if values is not None:
+                weights = collect_values(self._runtime, step)
+            self._runtime.launch(("backward of dispatch", step.layout), gather)
+        return out, weights
+
+    @contextmanager
+    def _combining(self) -> Iterator[None]:
+        """A combine by itself, in its turn."""
+        epoch = 0 if self._runtime.rehearsing else self._steps.combines.begin()
+        yield
+        if not self._runtime.rehearsing:
+            self._steps.combines.end(epoch)
 
     # -- combine -------------------------------------------------------------------------------------------------
 
@@ -106,7 +126,7 @@ class DeviceGradients:
                 values = self._as_values(grads[1], num_tokens, num_topk)
             rows = None if kept is None else kept.tensor
             grad_rows, grad_values = self._spread(grad_sums, values, rows, arrived)
-            grad_weights = None if kept is None else collect_values(self._runtime, arrived.step)
+            grad_weights = None if kept is None else self._collect(arrived.step)
             return [grad_rows.view(shape), grad_values, grad_weights, *[grad_sums] * num_biases]
 
         self._rehearse(arrived.step, ("combine", kept is not None, returns), backward)
@@ -114,6 +134,17 @@ class DeviceGradients:
         inputs = (y, topk_weights, handle.topk_weights if kept is not None else None, *biases)
         tied, _ = attach(handle._edge, outputs, inputs, backward)
         return tied[0], tied[1] if returns else None
+
+    def _collect(self, step: Step) -> torch.Tensor:
+        """[T, K] values that are exposed already."""
+        name = self._runtime.names.name("backward of combine, weights")
+
+        def send() -> None:
+            self._engine.combine_ready(None, step, None, tell=False, name=name)
+
+        with self._combining():
+            self._runtime.launch(("backward of combine, weights", step.layout), send)
+            return collect_values(self._runtime, step, alone=True)
 
     def _spread(
         self, rows: torch.Tensor, values: torch.Tensor | None, y: torch.Tensor | None, arrived: Arrived
@@ -123,7 +154,8 @@ class DeviceGradients:
         engine, state, hidden = self._engine, self._state, self._settings.hidden
         rehearsing = self._runtime.rehearsing
         epoch = 0 if rehearsing else self._steps.dispatches.begin()
-        step = arrived.step.repeated(self._steps.dispatches.lane.bank(epoch))
+        name = self._runtime.names.name(f"backward of combine, values={values is not None}")
+        step = arrived.step.repeated(self._steps.dispatches.lane.bank(epoch), name)
         places = state.places(step.layout, Rows.of_wire(BF16(), hidden), step.alignment)
         width = width_of(engine, step.layout)
         sent = None if values is None else state.values("dispatch", step.layout, step.alignment, width)

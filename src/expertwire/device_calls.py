@@ -44,7 +44,7 @@ class DeviceDispatcher:
         self._validate, self._raise_if_full = validate, raise_if_full
         self._meaning = f"[num_tokens, {settings.hidden}], or a tuple of two tensors (payload, scale factors)"
         self._fits_fused = self._engine.fits_fused()
-        self._places: dict[tuple[object, ...], Places] = {}  # of each kind of call
+        self._kinds: dict[tuple[object, ...], tuple[Places, int]] = {}  # of each kind of call, with its name
         self._windows: dict[tuple[Places, int, Dtypes], tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]] = {}
 
     def __call__(
@@ -52,7 +52,7 @@ class DeviceDispatcher:
         counts: Any, defer_receive: bool, zero_copy: bool,
     ) -> Dispatched:  # fmt: skip
         steps, engine = self._steps, self._engine
-        steps.raise_refused()
+        steps.raise_void()
         epoch, cached, exact = steps.dispatches.begin(), handle is not None, counts == "host"
         masked, restarts = self._runtime.masked_ranks, self._runtime.restarts
         bank, call = steps.dispatches.lane.bank(epoch), steps.call("dispatch")
@@ -72,7 +72,7 @@ class DeviceDispatcher:
                     raise InvalidArgument(
                         f"rank {self._rank}: x has {payload.shape[0]} tokens, its handle {handle.num_tokens}"
                     )
-                step, exact = arrived.step.repeated(bank), arrived.exact
+                step, exact = arrived.step.repeated(bank, 0), arrived.exact
             if exact:
                 steps.raise_if_capturing()
             if not cached:
@@ -94,22 +94,28 @@ class DeviceDispatcher:
                 "dispatch", step.layout, rows, dtypes, step.alignment, fused, cached, defer_receive, zero_copy,
                 step.topk_idx.dtype, step.topk_weights is None, differentiable,
             )  # fmt: skip
-            places = self._places.get(kind)
-            if places is None:
+            known = self._kinds.get(kind)
+            if known is not None:
+                places, step.name = known
+                self._runtime.pass_by(call)
+            else:
+                what = _what(step, "opaque" if source is None else (wire or BF16()).name, rows)
 
                 def prepare() -> None:
-                    places = self._state.places(step.layout, rows, step.alignment)
+                    places = self._places(step, rows)
                     send(places)
                     if defer_receive:
                         engine.await_rows(step)
                     for each in _decoded_or_not(wire):
                         self._take(step, places, 1, dtypes, each, zero_copy=zero_copy, cached=cached)
 
-                steps.meet(kind, call, prepare)
-                places = self._places[kind] = self._state.places(step.layout, rows, step.alignment)
+                local = f"zero_copy={zero_copy}, deferred={defer_receive}, cached={cached}, gradients={differentiable}"
+                steps.meet(kind, call, f"{what}, {local}, {step.topk_idx.dtype}", prepare)
+                places, step.name = self._places(step, rows), self._runtime.names.name(what)
+                self._kinds[kind] = places, step.name
         except BaseException as error:
             (steps.dispatches.cancel if self._state.capturing else steps.dispatches.end)(epoch)
-            steps.refuse("dispatch", bank, call, error)
+            steps.refuse(call, error, lambda said: engine.refuse_dispatch(bank, said))
             raise
         send(places)
 
@@ -159,6 +165,9 @@ class DeviceDispatcher:
             return
         self._engine.give_back(bank, places)
         self._steps.dispatches.end(epoch)
+
+    def _places(self, step: Step, rows: Rows) -> Places:
+        return self._state.places(step.layout, rows, step.alignment)
 
     def _is_fused(self, step: Step, rows: Rows, cached: bool) -> bool:
         if step.layout is not Layout.EXPERT_SLOTS or cached or not self._fits_fused:
@@ -369,6 +378,13 @@ class _LaterOfDispatch(Later):
 def _decoded_or_not(wire: WireFormat | None) -> tuple[WireFormat | None, ...]:
     """Both ways in which the receivers of a kind of call may ask for rows: each rank for itself."""
     return (wire, replace(wire, decode=not wire.decode)) if isinstance(wire, FP8Block) else (wire,)
+
+
+def _what(step: Step, name: str, rows: Rows) -> str:
+    """What all ranks must have in common."""
+    aligned = f", expert_alignment={step.alignment}" if step.layout is Layout.EXPERT_MAJOR else ""
+    rows_of = f"{name} rows of {rows.payload_bytes}+{rows.sf_bytes} bytes, weights={step.topk_weights is not None}"
+    return f"{rows_of}, layout={step.layout.value}{aligned}"
 
 
 def _in_units(part: torch.Tensor, width: int, unit_bytes: int) -> torch.Tensor:

@@ -18,8 +18,15 @@ from expertwire.device_steps import (
     expose_values,
     plain,
 )
-from expertwire.errors import BufferClosed, HandleError, InvalidArgument, PeerRefused, TransportUnavailable
-from expertwire.formats import BF16, LogFMT10
+from expertwire.errors import (
+    BufferClosed,
+    GroupMismatch,
+    HandleError,
+    InvalidArgument,
+    PeerRefused,
+    TransportUnavailable,
+)
+from expertwire.formats import BF16, LogFMT10, WireFormat
 from expertwire.handle import Combined, Handle
 from expertwire.kernels.engine import Step
 from expertwire.kernels.masking import num_missing
@@ -37,6 +44,7 @@ class DeviceCombiner:
     ) -> None:  # fmt: skip
         self._owner, self._settings, self._runtime, self._steps = owner, settings, runtime, steps
         self._gradients = gradients
+        self._names: dict[tuple[object, ...], int] = {}  # of each kind of call
         self._engine, self._state, self._rank = runtime.engine, runtime.engine.state, runtime.engine.rank
 
     def inputs(self, handle: Any) -> torch.Tensor:
@@ -63,10 +71,12 @@ class DeviceCombiner:
         self, x: Any, handle: Any, topk_weights: Any, bias: Any, reduce: Any, wire: Any, defer_receive: bool
     ) -> Combined:
         steps, engine = self._steps, self._engine
-        steps.raise_refused()
-        bank, several = steps.bank_of(self._owner, handle), engine.num_ranks > 1
-        if bank in steps.combining:
+        steps.raise_void()
+        mine = isinstance(handle, Handle) and handle._owner is self._owner and handle._arrived is not None
+        known: Step | None = handle._arrived.step if mine else None
+        if known is not None and known.bank in steps.combining:
             raise HandleError(f"rank {self._rank}: another combine in this bank was deferred; call its hook() first")
+        epoch, several = steps.combines.begin(), engine.num_ranks > 1
         call = steps.call("combine")
         try:
             arrived = steps.arrived(self._owner, handle)
@@ -91,6 +101,8 @@ class DeviceCombiner:
                     "zero_copy=False, or combine bfloat16 rows at once"
                 )
 
+            returned: torch.Tensor | None = None
+
             def send() -> None:
                 if values is not None:
                     expose_values(self._runtime, values, step)
@@ -100,28 +112,29 @@ class DeviceCombiner:
                 elif pushed:
                     seen_at = self._bring(y, arrived, over_rows=over_rows, own=late)
                 if late:
-                    engine.combine_ready(y, step, seen_at, tell=not encoded, own=True, receive=False)
-                if not late or engine.launch.compiling:
+                    engine.combine_ready(y, step, seen_at, tell=not encoded, own=True, receive=False, name=name)
+                if not late:
                     gather(seen_at)
+                elif engine.launch.compiling:
+                    gather()
 
-            def gather(seen_at: torch.Tensor | None) -> None:
+            def gather(seen_at: torch.Tensor | None = None) -> None:
+                nonlocal returned
+                engine.combine_ready(y, step, seen_at, tell=not encoded, publish=not late, name=name)
+                if values is not None:
+                    returned = collect_values(self._runtime, step)
                 for finish in (False, True) if engine.launch.compiling else (held is not None,):
                     if encoded:
                         combine_encoded(
                             engine, self._state.encoded(step.layout), step, out, weighted=weighted, biases=addends,
-                            publish=not late, finish=finish,
+                            finish=finish,
                         )  # fmt: skip
                         continue
-                    engine.combine(
-                        y, step, out, weighted=weighted, seen_at=seen_at,
+                    engine.gather(
+                        y, step, out, weighted=weighted,
                         returned=self._state.returned_if_taken(step.layout) if pushed else None, biases=addends,
-                        publish=not late, finish=finish, by_rank=by_rank,
+                        finish=finish, by_rank=by_rank,
                     )  # fmt: skip
-
-            def prepare() -> None:
-                send()
-                if values is not None:
-                    collect_values(self._runtime, step)
 
             biased = len(biases) if self._runtime.sharing else 0
             others_push = over_rows and self._state.returned_if_taken(step.layout) is not None
@@ -130,24 +143,34 @@ class DeviceCombiner:
                 values is not None, differentiable,
             )  # fmt: skip
             first = not self._runtime.knows(kind)
+            if kind not in self._names:
+                what = _what(handle, wire, values is not None, by_rank=by_rank, weighted=weighted)
+                self._names[kind] = self._runtime.names.name(what)
+            name = self._names[kind]
         except BaseException as error:
-            steps.refuse("combine", bank, call, error)
+            steps.combines.end(epoch)
+            steps.refuse(call, error, lambda said: engine.refuse_combine(known, said))
             raise
         if first:
             if several and not arrived.exact and not self._state.capturing:
                 try:  # nobody meets for the combine of a void dispatch
                     void = steps.counts(step)[-1]
-                    steps.raise_refused()
+                    steps.raise_void()
                     if void:
                         raise steps.void(step.bank)
-                except PeerRefused:
+                except (PeerRefused, GroupMismatch):
+                    steps.combines.end(epoch)
                     steps.take_back()
                     raise
             try:
-                steps.meet(kind, call, prepare)
+                local = f"deferred={late}, {biased} biases, gradients={differentiable}"
+                steps.meet(kind, call, f"{self._runtime.names.text(name)}, {local}", send)
             except BaseException as error:
-                steps.refuse("combine", bank, call, error)
+                steps.combines.end(epoch)
+                steps.refuse(call, error, lambda said: engine.refuse_combine(known, said))
                 raise
+        else:
+            self._runtime.pass_by(call)
         kept = None
         if differentiable and weighted:
             kept = Kept("combine's input x", y.clone() if self._state.owns(y) else y)
@@ -161,12 +184,12 @@ class DeviceCombiner:
                 raise BufferClosed(f"rank {self._rank}: this combine was not received before its buffer was closed")
             if late:
                 steps.raise_if_outdated(arrived.restarts)
-                gather(self._state.nowhere)
+                gather()
                 steps.combining.discard(step.bank)
+            steps.combines.end(epoch)
             handle._busy = False
             if held is not None and handle._on_finish is not None:
                 handle._on_finish = lambda: steps.dispatches.end(held)  # the kernel has told the peers
-            returned = None if values is None else collect_values(self._runtime, step)
             handle.release()
             fields = (out, returned)
             if differentiable:
@@ -229,6 +252,13 @@ class DeviceCombiner:
             _check.tensor(rank, "bias", one, (torch.bfloat16,), dims, device=self._state.device)
             _check.aligned(rank, "bias", one)
         return biases
+
+
+def _what(handle: Handle, wire: WireFormat | None, returns: bool, *, by_rank: bool, weighted: bool) -> str:
+    """What all ranks must have in common."""
+    rows = "rank" if by_rank or handle.layout is Layout.COMPACT else "token"
+    name, layout = (wire or BF16()).name, handle.layout.value
+    return f"{name}, a row per {rows}, layout={layout}, weighted={weighted}, weights={returns}"
 
 
 class _LaterOfCombine(Later):

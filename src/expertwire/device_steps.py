@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -10,13 +10,22 @@ from typing import Any
 import torch
 
 from expertwire.call import check_handle
-from expertwire.errors import HandleError, PeerMasked, PeerRefused, PeerTimeout, TransportUnavailable
+from expertwire.errors import (
+    GroupMismatch,
+    HandleError,
+    PeerMasked,
+    PeerRefused,
+    PeerTimeout,
+    TransportUnavailable,
+)
 from expertwire.handle import Handle
 from expertwire.kernels.backward import combine_values, width_of
 from expertwire.kernels.engine import Places, Step
 from expertwire.kernels.masking import forget
+from expertwire.kernels.names import UNKNOWN
 from expertwire.kernels.part import Part
-from expertwire.kernels.runtime import LANES, DeviceRuntime, refusal
+from expertwire.kernels.runtime import DeviceRuntime, Said, refusal
+from expertwire.protocols.epoch_signal import REFUSED
 from expertwire.protocols.lane import Lane
 from expertwire.steps import LaneSteps
 
@@ -58,15 +67,18 @@ class Later:
 class DeviceSteps:
     """Which bank a call runs in, and what went wrong.
 
-    A rank whose arguments are illegal makes the step void on all ranks (`kernels.refuse`). Peers learn of it in that
-    call if it waits for the device, and else at a later one, which is then not made. Not all of them make the combine
-    of a void dispatch, therefore: on the device it does nothing.
+    A rank whose arguments are illegal makes the step void on all ranks (`kernels.refuse`), and so do ranks that make
+    different calls (`kernels.names`). Peers learn of it in that call if it waits for the device, and else at a later
+    one, which is then not made. Not all of them make the combine of a void dispatch, therefore: on the device it does
+    nothing, and is not counted there. Combines are counted here to see which of them hold memory of this rank.
     """
 
     def __init__(self, runtime: DeviceRuntime) -> None:
         self.runtime, self.engine, self.rank = runtime, runtime.engine, runtime.engine.rank
-        self.dispatches = LaneSteps(Lane("dispatch", self.engine.state.num_banks), self.rank)
-        self.combining: set[int] = set()  # banks with a deferred combine
+        num_banks = self.engine.state.num_banks
+        self.dispatches = LaneSteps(Lane("dispatch", num_banks), self.rank)
+        self.combines = LaneSteps(Lane("combine", num_banks), self.rank)
+        self.combining: set[int] = set()  # banks of dispatches with a deferred combine
         self.handles: Iterable[Handle] = ()  # of dispatches that may be in flight
         self._failure: BaseException | None = None
         self._combines = (0, 0)  # since this dispatch, so many
@@ -113,6 +125,7 @@ class DeviceSteps:
             self._failure = error
             raise
         self.dispatches.restart(epoch)
+        self.combines.restart(self.combines.epoch)
         self.combining.clear()
         self._combines = (0, 0)
         for handle in self.handles:
@@ -127,11 +140,13 @@ class DeviceSteps:
             "returned: dispatch again.", peers,
         ) from cause  # fmt: skip
 
-    def meet(self, kind: tuple[object, ...], call: int, prepare: Callable[[], None]) -> None:
-        """`DeviceRuntime.meet`, before the first call of a kind."""
-        if not self.runtime.knows(kind):
-            with self.masking():
-                self.runtime.meet(kind, call, prepare)
+    def meet(self, kind: tuple[object, ...], call: int, what: str, prepare: Callable[[], None]) -> None:
+        """`DeviceRuntime.meet`, if this is the first call of a kind."""
+        if self.runtime.knows(kind):
+            self.runtime.pass_by(call)
+            return
+        with self.masking():
+            self.runtime.meet(kind, call, what, prepare)
 
     def arrived(self, owner: object, handle: Any) -> Arrived:
         """What a handle keeps, which a call of the buffer `owner` can use now."""
@@ -148,7 +163,7 @@ class DeviceSteps:
                 "in it had not come in time; dispatch again"
             )
 
-    # -- refused steps -------------------------------------------------------------------------------------------
+    # -- void steps ----------------------------------------------------------------------------------------------
 
     def call(self, lane: str) -> int:
         """The number of a call that begins, for `Meeting`: combines are counted from the last dispatch on, since not
@@ -165,48 +180,54 @@ class DeviceSteps:
         epoch, number = self._combines
         self._combines = (epoch, number - 1)
 
-    def refuse(self, lane: str, bank: int | None, call: int, error: BaseException) -> None:
-        """This rank does not make this call: declare the step void on all ranks. Not in a capture, where it does not
-        happen. `bank` None: which step is meant cannot be known."""
+    def refuse(self, call: int, error: BaseException, refuse: Callable[[int], None]) -> None:
+        """This rank does not make this call: `refuse` declares the step void on all ranks, and what is said in it. Not
+        in a capture, where it does not happen."""
         if self.engine.num_ranks == 1 or self.engine.state.capturing:
             return
         if isinstance(error, PeerMasked):
             return
-        if bank is None or isinstance(error, PeerTimeout) or not isinstance(error, Exception):
+        if isinstance(error, PeerTimeout) or not isinstance(error, Exception):
             self._failure = error
             return
         if self.runtime.meeting is not None and not isinstance(error, PeerRefused):
             self.runtime.meeting.refuse(call)
-        self.engine.refuse(lane, bank)
+        refuse(UNKNOWN if isinstance(error, GroupMismatch) else REFUSED)
 
-    def bank_of(self, owner: object, handle: Any) -> int | None:
-        """The bank of a handle; of something else, that of the only handle in flight, which must have been meant."""
-        if isinstance(handle, Handle) and handle._owner is owner:
-            return self.dispatches.lane.bank(handle._number)
-        banks = {self.dispatches.lane.bank(h._number) for h in self.handles if not h.finished}
-        return banks.pop() if len(banks) == 1 else None
-
-    def void(self, bank: int) -> PeerRefused:
+    def void(self, bank: int) -> PeerRefused | GroupMismatch:
         """The error of the dispatch in this bank, which the device found void."""
         self.mask_lost()
-        words = self.engine.state.refusals[bank, 0]
-        self.runtime.refused(bank)
-        peers = [int(peer) for peer in (words == words.max()).nonzero()]
-        return PeerRefused(refusal(self.rank, peers, "this dispatch") + " The next call works as usual.", peers)
+        return self._why_void(self.runtime.said(bank, "dispatch"), "this dispatch", "The next call works as usual.")
 
-    def raise_refused(self, hint: str = "The call that raises this was not made: make it again.") -> None:
-        """PeerRefused, once, for earlier steps of which only the device knew. Void dispatches are finished."""
+    def raise_void(self, hint: str = "The call that raises this was not made: make it again.") -> None:
+        """PeerRefused or GroupMismatch, once, for earlier steps of which only the device knew. Void dispatches are
+        finished."""
         if not self.runtime.has_news() or self.engine.state.capturing:
             return
         self.mask_lost()
-        news = self.runtime.refused()
-        banks = {bank for bank, lane, _ in news if LANES[lane] == "dispatch"}
+        news = self.runtime.news()
+        if not news:
+            return
+        banks = {said.bank for said in news if said.lane == "dispatch"}
         for handle in [h for h in self.handles if not h.finished and h._arrived is not None]:
             if handle._arrived.step.bank in banks and self.counts(handle._arrived.step)[-1]:
                 handle._finish()
-        peers = sorted({peer for *_, peer in news})
-        what = " and ".join(sorted({f"an earlier {LANES[lane]}" for _, lane, _ in news}))
-        raise PeerRefused(f"{refusal(self.rank, peers, what)} {hint}", peers)
+        raise self._why_void(news, " and ".join(sorted({f"an earlier {said.lane}" for said in news})), hint)
+
+    def _why_void(self, news: Sequence[Said], what: str, hint: str) -> PeerRefused | GroupMismatch:
+        """A refusal goes first: what a rank says in its place is no call."""
+        refused = sorted({said.peer for said in news if said.theirs == REFUSED})
+        if refused:
+            return PeerRefused(f"{refusal(self.rank, refused, what)} {hint}", refused)
+        names, first = self.runtime.names, news[0]
+        others = ", ".join(
+            f"on rank {said.peer} ({names.differ(said.own, said.theirs)})"
+            for said in news if (said.lane, said.bank) == (first.lane, first.bank)
+        )  # fmt: skip
+        return GroupMismatch(
+            f"rank {self.rank}: {what} is void: ranks call {first.lane} differently: here ({names.text(first.own)}), "
+            f"{others}. All ranks must pass the same settings. {hint}"
+        )
 
     def raise_if_capturing(self) -> None:
         """Before a call that waits for the device."""
@@ -231,23 +252,25 @@ class DeviceSteps:
         self.raise_if_capturing()
         with self.fatal():
             self.runtime.synchronize()
-        self.raise_refused("The next call works as usual.")
+        self.raise_void("The next call works as usual.")
 
 
 def expose_values(runtime: DeviceRuntime, values: torch.Tensor, step: Step) -> None:
-    """Put values [rows, width] float32 where peers can read them."""
+    """Put values [rows, width] float32 where peers can read them, after the next `combine_ready`."""
     engine = runtime.engine
     memory = engine.state.values("combine", step.layout, step.alignment, values.shape[1])
     copy = (values, memory.payload(step.bank))
     runtime.launch(("values", step.layout), lambda: engine.copy_rows(("values", memory), step, copy))
 
 
-def collect_values(runtime: DeviceRuntime, step: Step) -> torch.Tensor:
-    """[T, K] float32: what the ranks of the rows have exposed for each slot, 0 where nothing was selected."""
+def collect_values(runtime: DeviceRuntime, step: Step, *, alone: bool = False) -> torch.Tensor:
+    """[T, K] float32: what the ranks of the rows have exposed for each slot, 0 where nothing was selected. Between
+    `combine_ready` and the gather of rows, unless `alone`."""
     engine, state = runtime.engine, runtime.engine.state
     memory = state.values("combine", step.layout, step.alignment, width_of(engine, step.layout))
     out = state.empty(torch.float32, *step.topk_idx.shape)
-    runtime.launch(("combine values", step.layout), lambda: combine_values(engine, memory, step, out))
+    kind = ("combine values", step.layout, alone)
+    runtime.launch(kind, lambda: combine_values(engine, memory, step, out, alone=alone))
     return out
 
 

@@ -225,9 +225,10 @@ def run(group, case):
         out = torch.empty(xs[rank].shape, dtype=torch.bfloat16)
         if case.deferred:
             engine.combine_ready(mine_y, step, told, own=True, receive=False)
-        engine.combine(
-            mine_y, step, out, weighted=case.layout is not Layout.COMPACT, seen_at=told, returned=returned,
-            biases=(biases[rank],), publish=not case.deferred, finish=True, by_rank=by_rank,
+        engine.combine_ready(mine_y, step, told, publish=not case.deferred)
+        engine.gather(
+            mine_y, step, out, weighted=case.layout is not Layout.COMPACT, returned=returned, biases=(biases[rank],),
+            finish=True, by_rank=by_rank,
         )  # fmt: skip
         compare("sums", out, summed)
     if engine.state.status.any():

@@ -8,7 +8,7 @@ from interpreted import SharedFiles, use_interpreter
 
 from expertwire.formats import BF16
 from expertwire.layouts.receive import Layout
-from expertwire.protocols.epoch_signal import pack
+from expertwire.protocols.epoch_signal import REFUSED, pack
 from expertwire.testing import Processes, random_rows
 from expertwire.topology import Placement
 
@@ -16,6 +16,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 HIDDEN, TOKENS = 16, 3
 DISPATCH_DONE, COMBINE_READY, COUNTS = 3, 4, 1  # phases of `kernels.runtime`
+SAID = pack(1, 1)  # the words of the first dispatch, which has no name
 
 
 IDS = torch.tensor([[0, 2], [1, 3], [2, -1]])
@@ -56,14 +57,16 @@ def rank_work(group, layout, call):
     dispatch(step, engine.planner.plan(step))
     y.copy_(places.payload(0).view(torch.bfloat16))
     told = inputs.seen_at[0]
-    engine.combine(y, step, out, weighted=False, seen_at=told, finish=memory.rank == 0 or call != "repeated dispatch")
+    engine.combine_ready(y, step, told)
+    engine.gather(y, step, out, weighted=False, finish=memory.rank == 0 or call != "repeated dispatch")
     memory.all_gather(None)
     places.payload(0).fill_(0xEE)
     out.fill_(7.0)
     if memory.rank == 0:
         engine.state.timeout_us, x = 20, -x
         if call == "combine":
-            engine.combine(y, step, out, weighted=False, seen_at=told)
+            engine.combine_ready(y, step, told)
+            engine.gather(y, step, out, weighted=False)
         elif call == "dispatch":
             step = new_step()
             dispatch(step, engine.planner.plan(step))
@@ -105,13 +108,13 @@ def late_for_one(group):
     if memory.rank == 0:
         for purpose in ("counts", "ready"):
             at = state.window.word(purpose, 2, 0)
-            state.own[at : at + 8].view(torch.int64).fill_(pack(1, 0))
+            state.own[at : at + 8].view(torch.int64).fill_(SAID)
     step = state.step(0, Layout.COMPACT, IDS, None)
     if memory.rank != 2:
         engine.send(random_rows(memory.rank, TOKENS, HIDDEN), None, engine.planner.plan(step), step, places,
                     receive=True)  # fmt: skip
     memory.all_gather(None)
-    return state.status.view(-1, 4)[:, 0].tolist(), int(step.void.tensor()) > 0, state.refusals[0, 0].tolist()
+    return state.status.view(-1, 4)[:, 0].tolist(), int(step.void.tensor()) > 0, state.news[0, 0].tolist()
 
 
 def test_who_gave_up_says_so_to_those_who_did_not():
@@ -119,7 +122,7 @@ def test_who_gave_up_says_so_to_those_who_did_not():
     with Processes(3) as crew:
         first, second, _ = crew.run(late_for_one)
     assert second == ([0, 0, COUNTS], True, [0, 0, 0])
-    assert first == ([0, 0, 0], True, [0, 1, 0])
+    assert first == ([0, 0, 0], True, [SAID, pack(1, REFUSED), SAID])
 
 
 def one_warp_gives_up(group):
@@ -142,6 +145,6 @@ def one_warp_gives_up(group):
 def test_a_warp_that_gives_up_is_on_record(processes):
     (void, records, told), theirs = processes.run(one_warp_gives_up)
     assert void == 1
-    assert records == [[2, 1 << 24, (1 << 24) + 1]] * 2
+    assert records == [[2, 1 << 24, SAID]] * 2
     assert told == [2, 2]
     assert theirs == (0, [[0, 0, 0]] * 2, [0, 0])

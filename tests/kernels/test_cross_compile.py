@@ -46,7 +46,7 @@ NUMBERS = {
     "meta_at",
     "pieces",
 }
-NUMBERS |= {"num_rows", "num_values", "num_places", "num_slots"}
+NUMBERS |= {"num_rows", "num_values", "num_places", "num_slots", "name", "bank", "banks"}
 SIZES = {"R": 8, "RANKS": 8, "E": 256, "hidden": 7168, "BLOCK": 128}
 SLOTS = SIZES | {"EXPERTS": 256, "K": 8, "SLOTS": 8, "TOKENS": 128, "LINES": 64, "PARTS": 1, "UE8M0": False}
 SEND = SIZES | {
@@ -59,7 +59,7 @@ COMPACT = {k: v for k, v in SEND.items() if k not in ("topk_idx", "topk_weights"
 COMPACT |= {"COMPACT": True, "TOKENS": 128, "KEYS": 1024}
 COMBINE = SIZES | {
     "bias0": None, "bias1": None, "SENDS": 8, "WEIGHTED": True, "NUM_BIASES": 0, "TELL": True, "OWN": False,
-    "PUBLISH": True, "RECEIVE": True, "AGAIN": False, "FINISH": True, "BY_RANK": False,
+    "PUBLISH": True, "RECEIVE": True, "FINISH": True, "BY_RANK": False, "BANKS": 2, "TABLE_BYTES": 256,
 }  # fmt: skip
 PLAN = SIZES | {
     "K": 8, "SLOTS": 8, "TOKENS": 64, "EXPERTS": 256, "RANK_BINS": 8, "BLOCKS": 64, "COLUMNS": 256,
@@ -69,7 +69,7 @@ PLACES = {
 }  # fmt: skip
 GRADIENT = {"GROUPS": 32, "GROUP_BINS": 32, "ROWS": 2, "COLUMNS": 2048, "hidden": 7168}
 LOGFMT = {"hidden": 7168, "CHUNK": 1024, "SENDS": 8, "META": 3}
-VALUES = {"R": 8, "RANKS": 8, "K": 8, "WIDTH": 8, "ENTRIES": 1024}
+VALUES = {"R": 8, "RANKS": 8, "BANKS": 2, "K": 8, "WIDTH": 8, "ENTRIES": 1024, "ALONE": True}
 PUSH = {"GROUPS": 32, "UNITS": 4096, "units": 3584, "SENDS": 8, "META": 3, "OWN": False}
 COPY = {
     "GROUPS": 32, "UNITS": 2048, "row_bytes": 7168, "SF_UNITS": 64, "sf_bytes": 224, "META_UNITS": 4, "meta_bytes": 12,

@@ -62,9 +62,10 @@ def copy_with_late_warps(folder):
     memory.write_text(memory.read_text() + LATE_WARPS)
     for path in kernels.glob("*.py"):
         text = path.read_text()
-        found += text.count("tl.load(epochs)")
-        if "tl.load(epochs)" in text:
-            text = text.replace("tl.load(epochs)", "tl.load(epochs + late_warps())")
+        for number in ("epochs", "numbers", "combine_number(counts)"):
+            found += text.count(f"tl.load({number})")
+            text = text.replace(f"tl.load({number})", f"tl.load({number} + late_warps())")
+        if "late_warps()" in text and path != memory:
             imported = "import triton.language as tl\n"
             path.write_text(text.replace(imported, imported + "from expertwire.kernels.memory import late_warps\n"))
     return found

@@ -126,7 +126,7 @@ def test_a_kind_of_call_compiles_once_for_all_numbers_of_tokens(monkeypatch, lay
             if layout is Layout.EXPERT_SLOTS:
                 engine.dispatch_fused(x, step, rows)
             engine.send(x, None, engine.planner.plan(step), step, rows, receive=True)
-        engine.combine(x, step, torch.empty_like(x), weighted=layout is not Layout.COMPACT)
+        engine.gather(x, step, torch.empty_like(x), weighted=layout is not Layout.COMPACT)
 
     engine.launch.compiling = True
     calls(CAPACITY)

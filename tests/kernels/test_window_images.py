@@ -3,11 +3,12 @@
 The generators of `protocols.counted` and `protocols.lane`, which the checker explores, are executed here with real
 bytes: what their operations put where `layouts.device_window` says, with rows from the oracle. The kernels must leave
 the same words, tables of counts and rows, and rows that came back, in every rank's memory after every phase. One
-difference is allowed: READY carries the number of rows in the model, and nothing on the device, where it came with the
-counts.
+thing is translated: where a word carries the number of rows in the model, it carries the name of the call on the
+device, where numbers are in the table of counts, and READY of a void step says REFUSED there.
 """
 
 import importlib.util
+import itertools
 from functools import partial
 
 import numpy as np
@@ -16,11 +17,12 @@ import torch
 from interpreted import WIRES, Case, SharedFiles, data, device_engine, route, use_interpreter
 
 from expertwire import reference
+from expertwire.kernels.names import NUMBER_BITS
 from expertwire.layouts.device_window import DeviceWindow, num_places, row_region
 from expertwire.layouts.receive import Layout
 from expertwire.ordering.operations import Load, PutSignal, Signal, Wait
 from expertwire.protocols import counted, lane
-from expertwire.protocols.epoch_signal import pack, unpack
+from expertwire.protocols.epoch_signal import REFUSED, pack, unpack
 from expertwire.protocols.lane import Lane
 from expertwire.testing import random_rows
 from expertwire.topology import Placement
@@ -33,6 +35,7 @@ PURPOSES = {
     "combine_ready": "combine_ready", "combine_done": "combine_done",
 }  # fmt: skip
 REFUSED_STEP = 3  # by the last rank
+DISPATCH, COMBINE = 5 << NUMBER_BITS, 6 << NUMBER_BITS  # names of calls
 CASES = [
     Case(Layout.EXPERT_SLOTS, "fp8", steps=5),
     Case(Layout.EXPERT_MAJOR, "ue8m0", alignment=4, steps=5),
@@ -177,7 +180,7 @@ def used(meta, mine):
 def expected(case):
     """Images of all ranks after each phase of each step."""
     host, ranks, found = Host(case), range(case.num_ranks), []
-    dispatch, combine, combined = Lane("dispatch", 1), Lane("combine", 1), dict.fromkeys(range(NUM_BANKS), 0)
+    dispatch, combine, combined = Lane("dispatch", 1), Lane("combine", NUM_BANKS), 0
     for step in range(1, case.steps + 1):
         _, ids, _, want = routed(case, step)
         bank, epoch = step % NUM_BANKS, (step + 1) // NUM_BANKS
@@ -198,13 +201,13 @@ def expected(case):
         host.execute(bank, [lane.receive(dispatch, rank, epoch, case.num_ranks) for rank in ranks], None)
         found.append(("rows", host.images()))
         host.execute(bank, [lane.finish(dispatch, rank, epoch, case.num_ranks) for rank in ranks], None)
-        combined[bank] += 1
-        epoch = combined[bank]
+        combined += 1
         ys, meta = outputs(host, step), [host.meta(rank, bank) for rank in ranks]
         put_back = partial(host.put_back, bank, ys, [used(part, want[rank]) for rank, part in enumerate(meta)])
-        host.execute(bank, [lane.send(combine, rank, epoch, nothing) for rank in ranks], put_back)
-        host.execute(bank, [lane.receive(combine, rank, epoch, case.num_ranks) for rank in ranks], None)
-        host.execute(bank, [lane.finish(combine, rank, epoch, case.num_ranks) for rank in ranks], None)
+        turn = combine.bank(combined)
+        host.execute(turn, [lane.send(combine, rank, combined, nothing) for rank in ranks], put_back)
+        host.execute(turn, [lane.receive(combine, rank, combined, case.num_ranks) for rank in ranks], None)
+        host.execute(turn, [lane.finish(combine, rank, combined, case.num_ranks) for rank in ranks], None)
         found.append(("combined", host.images()))
     return found
 
@@ -228,10 +231,10 @@ def made_by_kernels(group, case):
     for number in range(1, case.steps + 1):
         xs, ids, weights, _ = routed(case, number)
         x, bank = xs[memory.rank], number % NUM_BANKS
-        step = engine.state.step(bank, case.layout, ids[memory.rank], weights[memory.rank], case.alignment)
+        step = engine.state.step(bank, case.layout, ids[memory.rank], weights[memory.rank], case.alignment, DISPATCH)
         if number == REFUSED_STEP:
             if memory.rank == case.num_ranks - 1:
-                engine.refuse("dispatch", bank)
+                engine.refuse_dispatch(bank)
             else:
                 engine.send(x, None, engine.planner.plan(step), step, places, receive=True)
                 engine.give_back(bank)
@@ -245,22 +248,38 @@ def made_by_kernels(group, case):
         out = torch.empty_like(x)
         y = outputs(host, number)[memory.rank]
         engine.push(y, places.meta(bank), step, returned)
-        engine.combine(
-            y, step, out, weighted=case.layout is not Layout.COMPACT, seen_at=engine.state.nowhere, returned=returned
-        )
+        engine.combine_ready(y, step, engine.state.nowhere, name=COMBINE)
+        engine.gather(y, step, out, weighted=case.layout is not Layout.COMPACT, returned=returned)
         image("combined")
     return found
 
 
 def comparable(window, image, rank):
-    """READY words with their epochs alone; and without the address of the own output, which nobody else is told."""
+    """Without the address of the own output, which nobody else is told."""
     image = image.copy()
     for bank in range(NUM_BANKS):
         at = window.sources(bank) + 8 * rank
         image[at : at + 8] = 0
-        for writer in range(window.num_ranks):
-            at = window.word("ready", writer, bank)
-            image[at : at + 8].view(np.int64)[:] >>= 24
+    return image
+
+
+def number_of(step):
+    """The number of a dispatch on the device: a bank counts its own steps."""
+    return (step + 1) // NUM_BANKS * NUM_BANKS + step % NUM_BANKS
+
+
+def named(window, image, combined):
+    """An image of the model, whose words carry names; `combined`: the numbers of the dispatches that were combined."""
+    image = image.copy()
+    for bank, purpose, writer in itertools.product(range(NUM_BANKS), PURPOSES.values(), range(window.num_ranks)):
+        at = window.word(purpose, writer, bank)
+        word = image[at : at + 8].view(np.int64)
+        epoch, count = unpack(int(word[0]))
+        if epoch and count != REFUSED and not purpose.endswith("done"):
+            number = combined[epoch - 1] if purpose == "combine_ready" else epoch * NUM_BANKS + bank
+            void = purpose == "ready" and number == number_of(REFUSED_STEP)
+            name = COMBINE if purpose == "combine_ready" else DISPATCH
+            word[:] = pack(epoch, REFUSED if void else name | number)
     return image
 
 
@@ -270,11 +289,14 @@ def test_kernels_leave_what_the_protocol_leaves(processes, case):
     made = processes.run(made_by_kernels, case, num_ranks=case.num_ranks, timeout_s=120)
     window = DeviceWindow(case.num_ranks, case.num_experts, NUM_BANKS)
     assert [phase for phase, *_ in made[0]] == [phase for phase, _ in wanted]
+    steps = [step for step in range(1, case.steps + 1) if step != REFUSED_STEP]
+    combined = [number_of(step) for step in steps]
     for nth, (phase, (windows, rows, returned)) in enumerate(wanted):
         for rank in range(case.num_ranks):
             _, seen, seen_rows, seen_returned = made[rank][nth]
             assert not (returned[rank] != seen_returned).any(), f"rows that came back after {phase}, rank {rank}"
-            differ = comparable(window, windows[rank], rank) != comparable(window, seen, rank)
+            model = named(window, windows[rank], combined)
+            differ = comparable(window, model, rank) != comparable(window, seen, rank)
             assert not differ.any(), f"{phase}, rank {rank}, first byte {differ.argmax()}"
             if phase != "counts":  # COMPACT writes the routing of rows before the rows
                 assert not (rows[rank] != seen_rows).any(), f"rows after {phase}, rank {rank}"

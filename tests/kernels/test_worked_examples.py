@@ -69,7 +69,7 @@ def small_examples(group):
     first_rows, memory = torch.zeros(9, dtype=torch.int32), torch.zeros(4096, dtype=torch.uint8)
     first_rows[5], first_rows[7] = 10, 20
     dispatch_send[(1,)](
-        torch.zeros(2, 8, dtype=torch.bfloat16), None, where, None, None, none, 2, 1,
+        torch.zeros(2, 8, dtype=torch.bfloat16), None, where, None, None, none, 2, 0, 1,
         ints(5, 7, 7, 5), None, torch.zeros(9, dtype=torch.int32), first_rows, torch.zeros(8, dtype=torch.int32),
         addresses, ints(memory.data_ptr(), dtype=torch.int64), none, none, none, none, 0, 0, 1024,
         R=1, RANKS=1, E=8, K=2, SLOTS=2, TOKENS=2, KEYS=4, PLACE=True, COMPACT=False, SENDS=2, ROWS=1,
@@ -92,9 +92,9 @@ def small_examples(group):
     y, total = torch.tensor([[1.0], [3.0]]).bfloat16(), torch.zeros(1, 1, dtype=torch.bfloat16)
     combine_gather[(1,)](
         y, ints(0, 1, dtype=torch.int64)[None], torch.tensor([[0.5, 2.0]]), torch.ones(1, 1).bfloat16(), None,
-        total, none, 1, 1, none, none, none, ints(0, 0), none, none, 0,
-        R=1, RANKS=1, SENDS=2, ROWS=1, COLUMNS=1, PARTS=1, hidden=1, WEIGHTED=True, NUM_BIASES=1, FINISH=False,
-        BY_RANK=False,
+        total, none, 1, 1, none, none, ints(0, 0), none, none, none, 0,
+        R=1, RANKS=1, BANKS=1, TABLE_BYTES=256, SENDS=2, ROWS=1, COLUMNS=1, PARTS=1, hidden=1, WEIGHTED=True,
+        NUM_BIASES=1, FINISH=False, BY_RANK=False,
     )  # fmt: skip
     owners, slots = ints(1, 0, 1), torch.zeros(1, 3, dtype=torch.int64)
     rows_of_slots[(1,)](owners, ints(3, 1 << 40 | 5, dtype=torch.int64), 3, slots, K=3, SENDS=2, ENTRIES=4)
@@ -167,7 +167,8 @@ def gradients_example(group):
         send_values[(1,)](given, where, 2, bases, K=2, WIDTH=2, ENTRIES=4)
         found.append((rows[0, 3].tolist(), rows[1, 1].tolist(), int((rows == 7).sum())))
         combine_values[(1,)](
-            where, back, none, 2, 1, bases, none, none, none, none, 0, R=1, RANKS=1, K=2, WIDTH=2, ENTRIES=4
+            where, back, none, 2, 1, bases, none, none, none, 0,
+            R=1, RANKS=1, BANKS=1, K=2, WIDTH=2, ENTRIES=4, ALONE=True,
         )  # fmt: skip
         found.append(back.tolist())
     return out.tolist(), dots.tolist(), found

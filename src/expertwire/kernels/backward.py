@@ -31,24 +31,24 @@ def send_values(engine: DeviceEngine, found: torch.Tensor, step: Step, memory: P
     )  # fmt: skip
 
 
-def combine_values(engine: DeviceEngine, memory: Places, step: Step, out: torch.Tensor) -> None:
-    """out [T, K] float32: the values that the ranks of the rows have put into `memory`. A combine by itself, after that
-    of the rows."""
-    state, bank, size = engine.state, engine.state.banks[step.bank], out.numel()
+def combine_values(engine: DeviceEngine, memory: Places, step: Step, out: torch.Tensor, *, alone: bool) -> None:
+    """out [T, K] float32: the values that the ranks of the rows have put into `memory`, once `combine_ready` has waited
+    for them. `alone`: no rows are gathered after it."""
+    state, size = engine.state, out.numel()
 
     def rest() -> Rest:
         fixed = (
-            memory.bases[step.bank], bank.words, bank.combine_epoch, bank.combine_ticket, state.status, engine.rank
+            memory.bases[step.bank], state.banks[0].words, state.combine_tickets, state.status, engine.rank
         )  # fmt: skip
         return fixed, {
-            "R": engine.num_ranks, "RANKS": pow2(engine.num_ranks), "K": engine.num_topk,
-            "WIDTH": width_of(engine, step.layout), "ENTRIES": ENTRIES, "num_warps": 4,
+            "R": engine.num_ranks, "RANKS": pow2(engine.num_ranks), "BANKS": state.num_banks, "K": engine.num_topk,
+            "WIDTH": width_of(engine, step.layout), "ENTRIES": ENTRIES, "ALONE": alone, "num_warps": 4,
         }  # fmt: skip
 
-    engine.combine_ready(out, step, None, tell=False, again=True)
     engine.launch(
         values.combine_values, max(1, ceil_div(size, ENTRIES)),
-        (memory, step.bank), (engine.planner.rows_of_slots(step), out, step.counts, size, state.timeout_us), rest,
+        (memory, step.bank, alone),
+        (engine.planner.rows_of_slots(step), out, step.counts, size, state.timeout_us), rest,
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from expertwire.kernels.combine_sum import sum_ranks, sum_rows
-from expertwire.kernels.counts import REFUSED, VOID
+from expertwire.kernels.counts import REFUSED, combine_number
 from expertwire.kernels.profile import combine_gather_bytes
 from expertwire.kernels.routing import end_combine
 
@@ -26,21 +26,24 @@ from expertwire.kernels.routing import end_combine
 @triton.jit(do_not_specialize=["rank", "num_tokens", "timeout_us"], launch_metadata=combine_gather_bytes)
 def combine_gather(
     y, where, topk_weights, bias0, bias1, out, counts, num_tokens, timeout_us,
-    row_bases, word_bases, epochs, tickets, dispatch_epochs, status, rank,
-    R: tl.constexpr, RANKS: tl.constexpr, SENDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    PARTS: tl.constexpr, hidden: tl.constexpr, WEIGHTED: tl.constexpr, NUM_BIASES: tl.constexpr, FINISH: tl.constexpr,
-    BY_RANK: tl.constexpr,
+    told, word_bases, tickets, dispatch_words, dispatch_epochs, status, rank,
+    R: tl.constexpr, RANKS: tl.constexpr, BANKS: tl.constexpr, TABLE_BYTES: tl.constexpr, SENDS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, hidden: tl.constexpr, WEIGHTED: tl.constexpr,
+    NUM_BIASES: tl.constexpr, FINISH: tl.constexpr, BY_RANK: tl.constexpr,
 ):  # fmt: skip
     """`where` [T, SENDS] names a token's rows, -1 = none: `sends_to` of the plan; topk_weights [T, SENDS] if WEIGHTED;
-    out [T, hidden] bfloat16. y: with one rank the rows, else what peers push into, or None; row_bases [R]: what they
-    have told of theirs. Of a step that is REFUSED in `counts` no rows are read.
+    out [T, hidden] bfloat16. y: with one rank the rows, else what peers push into, or None; told [R], of TABLE_BYTES a
+    bank: what they have told of theirs. Of a step that is REFUSED in `counts` no rows are read.
 
     PARTS blocks of COLUMNS columns make a row; a unit of work is ROWS tokens and one part. With FINISH the last block
     also signals that the views of the dispatch have been given back. BY_RANK is reduce="rank": same rows, same bytes,
     the sums of each rank rounded first.
     """
+    row_bases = told
     if R > 1:
-        num_tokens = tl.where(tl.load(counts + REFUSED) > 0, 0, num_tokens)
+        refused = tl.load(counts + REFUSED) > 0
+        row_bases += tl.where(refused, 0, tl.load(combine_number(counts)) % BANKS) * (TABLE_BYTES // 8)
+        num_tokens = tl.where(refused, 0, num_tokens)
     for unit in range(tl.program_id(0), tl.cdiv(num_tokens, ROWS) * PARTS, tl.num_programs(0)):
         tokens = unit // PARTS * ROWS + tl.arange(0, ROWS).to(tl.int64)
         columns = unit % PARTS * COLUMNS + tl.arange(0, COLUMNS)
@@ -56,5 +59,6 @@ def combine_gather(
             )  # fmt: skip
     if R > 1:
         end_combine(
-            word_bases, epochs, tickets, dispatch_epochs, counts + VOID, rank, status, timeout_us, R, RANKS, FINISH
+            counts, word_bases, tickets, dispatch_words, dispatch_epochs, rank, status, timeout_us, R, RANKS, BANKS,
+            FINISH,
         )  # fmt: skip

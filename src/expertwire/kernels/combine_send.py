@@ -17,28 +17,32 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from expertwire.kernels.counts import REFUSED, VOID
-from expertwire.kernels.routing import COMBINE_READY, await_peers, signal
+from expertwire.kernels.counts import NUMBER, REFUSED, VOID, combine_number
+from expertwire.kernels.routing import COMBINE_READY, await_peers, say, signal
 
 
-@triton.jit(do_not_specialize=["rank", "timeout_us"])
+@triton.jit(do_not_specialize=["rank", "timeout_us", "name"])
 def combine_send(
-    y, seen_at, counts, timeout_us, tables, word_bases, epochs, status, rank,
-    R: tl.constexpr, RANKS: tl.constexpr, TELL: tl.constexpr, OWN: tl.constexpr, PUBLISH: tl.constexpr,
-    RECEIVE: tl.constexpr, AGAIN: tl.constexpr,
+    y, seen_at, counts, name, timeout_us, tables, word_bases, numbers, status, rank,
+    R: tl.constexpr, RANKS: tl.constexpr, BANKS: tl.constexpr, TABLE_BYTES: tl.constexpr, TELL: tl.constexpr,
+    OWN: tl.constexpr, PUBLISH: tl.constexpr, RECEIVE: tl.constexpr,
 ):  # fmt: skip
     """One block. y: this rank's rows [rows, hidden]. PUBLISH: the send half; RECEIVE: wait for everybody's.
 
-    TELL every peer, in the table that it has at `tables` [R], where it sees y: at seen_at [R], 0 if the rows that it
-    needs were pushed to it; without seen_at at the address of y. This rank itself reads y, unless its OWN rows were
-    pushed too.
+    Combines are numbered on the device, as they are published, and take turns in the banks of their words and tables.
+
+    TELL every peer, in the table that it has at `tables` [R], of TABLE_BYTES a bank, where it sees y: at seen_at [R], 0
+    if the rows that it needs were pushed to it; without seen_at at the address of y. This rank itself reads y, unless
+    its OWN rows were pushed too.
 
     If the dispatch is VOID in `counts`, there is no combine. REFUSED is written: whether there are no rows to be read,
-    because of that or since a peer refuses this step. AGAIN: a second combine of a call, none if the first was REFUSED.
+    because of that or since a peer refuses this step or makes another call.
     """
-    epoch = tl.load(epochs) + 1
-    refusals = tl.load(counts + (REFUSED if AGAIN else VOID))
+    number = tl.load(numbers) + 1 if PUBLISH else tl.load(combine_number(counts))
+    said = say(name, tl.load(counts + NUMBER))
+    refusals = tl.load(counts + VOID)
     if refusals == 0:
+        bank = number % BANKS
         if PUBLISH:
             if TELL:
                 peers = tl.arange(0, RANKS)
@@ -47,9 +51,11 @@ def combine_send(
                 if seen_at is not None:
                     seen = tl.load(seen_at + peers, mask=peers < R, other=0)
                     address = seen if OWN else tl.where(peers == rank, address, seen)
-                tl.store(bases.to(tl.pointer_type(tl.int64)) + rank, address, mask=bases != 0)
-            signal(word_bases, COMBINE_READY, epoch, 0, rank, R, RANKS)
+                tl.store((bases + bank * TABLE_BYTES).to(tl.pointer_type(tl.int64)) + rank, address, mask=bases != 0)
+            signal(word_bases, COMBINE_READY, number, said, rank, R, RANKS, bank)
+            tl.store(numbers, number)  # not earlier: with `signal` a block waits until all its warps have read it
+            tl.store(combine_number(counts), number)
         if RECEIVE:
-            refusals = await_peers(word_bases, COMBINE_READY, epoch, rank, status, timeout_us, R, RANKS)
-    if RECEIVE and not AGAIN:
+            refusals = await_peers(word_bases, COMBINE_READY, number, said, rank, status, timeout_us, R, RANKS, bank)
+    if RECEIVE:
         tl.store(counts + REFUSED, refusals)

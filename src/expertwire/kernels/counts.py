@@ -12,7 +12,15 @@ NUM_ROWS = tl.constexpr(step_counts.NUM_ROWS)
 VOID = tl.constexpr(step_counts.VOID)
 REFUSED = tl.constexpr(step_counts.REFUSED)
 REPEATED = tl.constexpr(step_counts.REPEATED)
+NUMBER = tl.constexpr(step_counts.NUMBER)
+COMBINE = tl.constexpr(step_counts.COMBINE)
 PER_RANK = tl.constexpr(step_counts.PER_RANK)
+
+
+@triton.jit
+def combine_number(counts):
+    """Pointer to the number of the combine under way."""
+    return (counts + COMBINE).to(tl.pointer_type(tl.int64))
 
 
 @triton.jit

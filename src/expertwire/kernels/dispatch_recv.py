@@ -13,12 +13,12 @@ import triton.language as tl
 from expertwire.kernels.routing import DONE, receive_rows, signal
 
 
-@triton.jit(do_not_specialize=["rank", "timeout_us"])
+@triton.jit(do_not_specialize=["rank", "timeout_us", "name"])
 def await_rows(
-    counts, timeout_us, word_bases, epochs, status, rank, R: tl.constexpr, RANKS: tl.constexpr, VOID: tl.constexpr
+    counts, name, timeout_us, word_bases, epochs, status, rank, R: tl.constexpr, RANKS: tl.constexpr, VOID: tl.constexpr
 ):  # fmt: skip
     """One block: wait for the rows of the step that was sent last in this bank; number VOID of `counts` is written."""
-    receive_rows(counts + VOID, word_bases, tl.load(epochs), rank, status, timeout_us, R, RANKS)
+    receive_rows(counts, VOID, name, word_bases, tl.load(epochs), rank, status, timeout_us, R, RANKS)
 
 
 @triton.jit(do_not_specialize=["rank"])

@@ -17,11 +17,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from expertwire.kernels.counts import NUMBER
 from expertwire.kernels.memory import ticket_acq_rel
 from expertwire.kernels.place import place_experts, place_ranks
 from expertwire.kernels.profile import dispatch_send_bytes
 from expertwire.kernels.quantize import encode_blocks
-from expertwire.kernels.routing import READY, WHERE_RANK, WHERE_ROW, receive_rows, signal
+from expertwire.kernels.routing import (
+    READY,
+    REFUSED_OR_LATE,
+    WHERE_RANK,
+    WHERE_ROW,
+    receive_rows,
+    say,
+    signal,
+)
 
 
 @triton.jit
@@ -49,10 +58,11 @@ def _copy_scales(
 
 
 @triton.jit(
-    do_not_specialize=["rank", "num_tokens", "sf_at", "meta_at", "timeout_us"], launch_metadata=dispatch_send_bytes
+    do_not_specialize=["rank", "num_tokens", "sf_at", "meta_at", "timeout_us", "name"],
+    launch_metadata=dispatch_send_bytes,
 )
 def dispatch_send(
-    x, sf_in, sends_to, topk_idx, topk_weights, counts, num_tokens, timeout_us,
+    x, sf_in, sends_to, topk_idx, topk_weights, counts, num_tokens, name, timeout_us,
     keys, indexes, block_counts, first_rows, home, addresses, row_bases, word_bases, epochs, tickets, status, rank,
     sf_at, meta_at,
     R: tl.constexpr, RANKS: tl.constexpr, E: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr,
@@ -67,7 +77,8 @@ def dispatch_send(
     a row, made here (FP8, one a line) or taken from sf_in [T, sf_units]. keys, indexes, block_counts and first_rows are
     of the plan, None without PLACE; topk_idx and topk_weights [T, K] are for COMPACT, whose rows take them along. In a
     step that the plan found void no rows go out, and READY says REFUSED: a peer for whom nobody was late must not take
-    its rows to be complete. That is in number VOID of `counts`, which is written with RECEIVE.
+    its rows to be complete; unless peers only made other calls, which they see from `name`. That is in number VOID of
+    `counts`, which is written with RECEIVE.
     """
     line = tl.arange(0, ROWS * LINES)
     column = (line % LINES)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -129,6 +140,8 @@ def dispatch_send(
         if ticket_acq_rel(tickets) == tl.num_programs(0) - 1:
             tl.store(tickets, 0)
             tl.store(epochs, epoch)
-            signal(word_bases, READY, epoch, tl.where(tl.load(counts + VOID) > 0, -1, 0), rank, R, RANKS)
+            said = say(name, tl.load(counts + NUMBER))
+            refused = (tl.load(counts + VOID) & REFUSED_OR_LATE) > 0
+            signal(word_bases, READY, epoch, tl.where(refused, -1, said), rank, R, RANKS)
             if RECEIVE:
-                receive_rows(counts + VOID, word_bases, epoch, rank, status, timeout_us, R, RANKS)
+                receive_rows(counts, VOID, name, word_bases, epoch, rank, status, timeout_us, R, RANKS)

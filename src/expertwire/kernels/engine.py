@@ -40,6 +40,7 @@ from expertwire.kernels.tiles import (
     slots_tile,
 )
 from expertwire.layouts.receive import Layout
+from expertwire.protocols.epoch_signal import REFUSED
 from expertwire.topology import Placement
 
 T = TypeVar("T")
@@ -165,7 +166,7 @@ class DeviceEngine:
         self.launch(
             dispatch_send, min(max(1, ceil_div(num_tokens, tile.rows)), self.most_blocks),
             (places, step.bank, tile, plan, receive, step.void_at, *dtypes_of(routing)),
-            (x, sf, step.sends_to, *routing, step.counts, num_tokens, self.state.timeout_us), rest,
+            (x, sf, step.sends_to, *routing, step.counts, num_tokens, step.name, self.state.timeout_us), rest,
         )  # fmt: skip
 
     def _words(self, words: torch.Tensor, epoch: torch.Tensor) -> Rest:
@@ -181,7 +182,8 @@ class DeviceEngine:
                 fixed, options = self._words(bank.words, bank.epoch)
                 return fixed, options | {"VOID": step.void_at}
 
-            self.launch(await_rows, 1, (step.bank, step.void_at), (step.counts, self.state.timeout_us), rest)
+            changing = (step.counts, step.name, self.state.timeout_us)
+            self.launch(await_rows, 1, (step.bank, step.void_at), changing, rest)
 
     def export(self, values: torch.Tensor | Part, out: torch.Tensor) -> None:
         """int32 values to pinned host memory."""
@@ -240,11 +242,9 @@ class DeviceEngine:
     # -- combine ---------------------------------------------------------------------------------------------------
 
     def words_of_combine(self, bank: int) -> tuple[torch.Tensor | int, ...]:
-        """What kernels take that gather rows and then leave a combine."""
-        found = self.state.banks[bank]
-        return (
-            found.words, found.combine_epoch, found.combine_ticket, found.epoch, self.state.status, self.rank
-        )  # fmt: skip
+        """What kernels take that gather rows and then leave a combine; `bank` of the dispatch."""
+        state, found = self.state, self.state.banks[bank]
+        return state.banks[0].words, state.combine_tickets, found.words, found.epoch, state.status, self.rank
 
     def push(self, y: torch.Tensor, meta: torch.Tensor, step: Step, returned: Places, *, own: bool = False) -> None:
         """Rows y [rows, hidden] with routing `meta` to `returned` of the ranks that they came from; the own ones too,
@@ -269,33 +269,35 @@ class DeviceEngine:
         )  # fmt: skip
 
     def combine_ready(
-        self, y: torch.Tensor, step: Step, seen_at: torch.Tensor | None, *, tell: bool = True, own: bool = False,
-        publish: bool = True, receive: bool = True, again: bool = False,
+        self, y: torch.Tensor | None, step: Step, seen_at: torch.Tensor | None, *, tell: bool = True, own: bool = False,
+        publish: bool = True, receive: bool = True, name: int = 0,
     ) -> None:  # fmt: skip
         """`publish` the own rows; to `receive`, wait until all peers have. `tell` peers where they see y: `seen_at`, a
         tensor of `Places.seen_at`, or `nowhere` if rows were pushed (`own`: this rank's too); None: where y is.
-        `again`: the second combine of a call, which is void if the first was."""
+        `name` of the call: see `names`."""
         if self.num_ranks == 1:
             return
 
         def rest() -> Rest:
-            bank = self.state.banks[step.bank]
-            fixed, options = self._words(bank.words, bank.combine_epoch)
-            return (bank.sources, *fixed), options | {
-                "TELL": tell, "OWN": own, "PUBLISH": publish, "RECEIVE": receive, "AGAIN": again
+            state = self.state
+            fixed, options = self._words(state.banks[0].words, state.combines)
+            return (state.sources, *fixed), options | {
+                "BANKS": state.num_banks, "TABLE_BYTES": state.window.sources_bytes, "TELL": tell, "OWN": own,
+                "PUBLISH": publish, "RECEIVE": receive,
             }  # fmt: skip
 
-        kind = (step.bank, seen_at is None, tell, own, publish, receive, again)
-        self.launch(combine_send, 1, kind, (y, seen_at, step.counts, self.state.timeout_us), rest)
+        kind = (seen_at is None, tell, own, publish, receive)
+        self.launch(
+            combine_send, 1, kind, (y if tell else None, seen_at, step.counts, name, self.state.timeout_us), rest
+        )
 
-    def combine(
-        self, y: torch.Tensor, step: Step, out: torch.Tensor, *, weighted: bool, seen_at: torch.Tensor | None = None,
-        returned: Places | None = None, biases: tuple[torch.Tensor, ...] = (), publish: bool = True,
-        finish: bool = False, by_rank: bool = False,
+    def gather(
+        self, y: torch.Tensor, step: Step, out: torch.Tensor, *, weighted: bool,
+        returned: Places | None = None, biases: tuple[torch.Tensor, ...] = (), finish: bool = False,
+        by_rank: bool = False,
     ) -> None:  # fmt: skip
-        """Wait for the peers' rows, gather and sum; before that `publish`, unless that was done. `seen_at` as in
-        `combine_ready`; `returned` is what ranks push into, if any does."""
-        self.combine_ready(y, step, seen_at, publish=publish)
+        """Gather and sum the rows that `combine_ready` has waited for, and leave the combine. `returned` is what ranks
+        push into, if any does."""
         num_tokens, num_places = step.sends_to.shape
         weights, two = step.topk_weights if weighted else None, (*biases, None, None)[:2]
         rows: torch.Tensor | None = y
@@ -311,8 +313,10 @@ class DeviceEngine:
             units = max(1, ceil_div(num_tokens, tile.rows) * parts)
 
             def rest(tile: Tile = tile, parts: int = parts) -> Rest:
-                return (self.state.banks[step.bank].told, *self.words_of_combine(step.bank)), {
-                    "R": self.num_ranks, "RANKS": self._ranks, "SENDS": num_places, "ROWS": tile.rows,
+                state = self.state
+                return (state.told, *self.words_of_combine(step.bank)), {
+                    "R": self.num_ranks, "RANKS": self._ranks, "BANKS": state.num_banks,
+                    "TABLE_BYTES": state.window.sources_bytes, "SENDS": num_places, "ROWS": tile.rows,
                     "COLUMNS": tile.columns, "PARTS": parts, "hidden": self.hidden, "WEIGHTED": weighted,
                     "NUM_BIASES": len(biases), "FINISH": finish, "BY_RANK": by_rank, "num_warps": tile.warps,
                     "enable_fp_fusion": False, **(self.many_registers if tile.warps <= 16 else {}),
@@ -326,14 +330,23 @@ class DeviceEngine:
 
     # -- refusing --------------------------------------------------------------------------------------------------
 
-    def refuse(self, lane: str, bank: int) -> None:
-        """Declare the next step of a lane ("dispatch", "combine") in this bank void."""
+    def refuse_dispatch(self, bank: int, said: int = REFUSED) -> None:
+        """Declare the next dispatch in this bank void. Peers see what is `said` instead of its name."""
         if self.num_ranks > 1:
             found = self.state.banks[bank]
-            kernel, epoch = (
-                (refuse_dispatch, found.epoch) if lane == "dispatch" else (refuse_combine, found.combine_epoch)
-            )
-            self.launch(kernel, 1, (bank,), (self.state.timeout_us,), lambda: self._words(found.words, epoch))
+            changing = (said, self.state.timeout_us)
+            self.launch(refuse_dispatch, 1, (bank,), changing, lambda: self._words(found.words, found.epoch))
+
+    def refuse_combine(self, step: Step | None, said: int = REFUSED) -> None:
+        """The same of the next combine, which is of this step, if it is known."""
+
+        def rest() -> Rest:
+            fixed, options = self._words(self.state.banks[0].words, self.state.combines)
+            return fixed, options | {"BANKS": self.state.num_banks}
+
+        if self.num_ranks > 1:
+            changing = (None if step is None else step.counts, said, self.state.timeout_us)
+            self.launch(refuse_combine, 1, (step is None,), changing, rest)
 
 
 __all__ = ["Copy", "DeviceEngine", "Places", "Rows", "Step"]

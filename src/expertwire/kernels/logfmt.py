@@ -172,9 +172,9 @@ def _load_chunk(row, sf, start, width, hidden: tl.constexpr, CHUNK: tl.constexpr
 @triton.jit(do_not_specialize=["rank", "num_tokens", "timeout_us"])
 def combine_logfmt(
     where, topk_weights, bias0, bias1, out, counts, num_tokens, timeout_us,
-    payload, sf, word_bases, epochs, tickets, dispatch_epochs, status, rank,
-    R: tl.constexpr, RANKS: tl.constexpr, SENDS: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
-    hidden: tl.constexpr, WEIGHTED: tl.constexpr, NUM_BIASES: tl.constexpr, FINISH: tl.constexpr,
+    payload, sf, word_bases, tickets, dispatch_words, dispatch_epochs, status, rank,
+    R: tl.constexpr, RANKS: tl.constexpr, BANKS: tl.constexpr, SENDS: tl.constexpr, CHUNK: tl.constexpr,
+    PARTS: tl.constexpr, hidden: tl.constexpr, WEIGHTED: tl.constexpr, NUM_BIASES: tl.constexpr, FINISH: tl.constexpr,
 ):  # fmt: skip
     """As `combine_gather`, of encoded rows that were brought here, `payload` [T * SENDS, 2 * hidden] uint8, with their
     limits `sf`. A unit of work is one chunk of one token, PARTS of them a row."""
@@ -204,5 +204,6 @@ def combine_logfmt(
         tl.store(out + at, total.to(tl.bfloat16), mask=inner < width)
     if R > 1:
         end_combine(
-            word_bases, epochs, tickets, dispatch_epochs, counts + VOID, rank, status, timeout_us, R, RANKS, FINISH
+            counts, word_bases, tickets, dispatch_words, dispatch_epochs, rank, status, timeout_us, R, RANKS, BANKS,
+            FINISH,
         )  # fmt: skip

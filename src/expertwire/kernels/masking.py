@@ -15,7 +15,7 @@ _FOREVER = 1 << 38  # a step that no rank comes to
 
 def newest_step(state: DeviceState) -> int:
     """The largest number of a step in any bank."""
-    return int(torch.cat([number for bank in state.banks for number in (bank.epoch, bank.combine_epoch)]).max())
+    return int(torch.cat([state.combines, *(bank.epoch for bank in state.banks)]).max())
 
 
 def restart(state: DeviceState, masked: set[int], step: int) -> None:
@@ -32,13 +32,13 @@ def restart(state: DeviceState, masked: set[int], step: int) -> None:
         for rank in masked:
             words[number, :, rank] = pack(_FOREVER, 0)
             counts.view(state.num_ranks, -1)[rank].zero_()
-            for table in (bank.words, bank.counts, bank.sources):
+            for table in (bank.words, bank.counts, state.sources):
                 table[rank] = 0
-        for epoch in (bank.epoch, bank.combine_epoch):
-            epoch.fill_(step)
-        for ticket in (bank.ticket, bank.combine_ticket):
-            ticket.zero_()
-    for record in (state.status, state.mirror, state.refusals):
+        bank.epoch.fill_(step)
+        bank.ticket.zero_()
+    state.combines.fill_(step)
+    state.combine_tickets.zero_()
+    for record in (state.status, state.mirror, state.news):
         record.zero_()
     if state.device.type == "cuda":
         torch.cuda.current_stream(state.device).synchronize()

@@ -1,9 +1,13 @@
 """Where ranks meet on the host: before the first call of a kind, whose kernels are compiled and whose memory is shared,
 and to agree which of them have left, that is, ended or closed their buffer.
 
-A rank that refuses a call does not come, and says so: it is not waited for, then or later. Every rank has three words
-in host memory that all of them see: how far it has come, the last call it refused, and whether it has closed. Calls are
+A rank that refuses a call does not come, and says so: it is not waited for, then or later. Every rank has four words
+in host memory that all of them see: how far it has come, the last call it refused, whether it has closed, and the last
+call of a known kind. Calls are
 numbered in the same way on all ranks, and the numbers grow. Behind the words are the pages of a `Board`.
+
+Who makes a call of a kind that it knows meets nobody, but leaves the call's number too: a rank for which it is the
+first of its kind would wait in vain.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from expertwire.errors import MissedSignal, PeerLost, PeerTimeout
+from expertwire.errors import GroupMismatch, MissedSignal, PeerLost, PeerTimeout
 from expertwire.kernels.board import BOARD_BYTES, Board, HostWindows
 
 _WORDS_BYTES = 64
@@ -25,8 +29,8 @@ class Meeting:
 
     def __init__(self, transport: HostWindows) -> None:
         self._transport = transport
-        # 2 * call + stage, refused call, whether it has closed
-        self._words = [window[:_WORDS_BYTES].view("int64")[:3] for window in transport.windows]
+        # 2 * call + stage, refused call, whether it has closed, call passed by
+        self._words = [window[:_WORDS_BYTES].view("int64")[:4] for window in transport.windows]
         self._board = Board(transport, _WORDS_BYTES, self.has_left)
         self._summoned = False  # a peer wants to agree
         self.masked: set[int] = set()
@@ -35,16 +39,28 @@ class Meeting:
         """This rank does not take part in the call. Waits for nobody."""
         self._words[self._transport.rank][1] = call
 
+    def pass_by(self, call: int) -> None:
+        """This rank makes the call without meeting the others."""
+        self._words[self._transport.rank][3] = call
+
     def arrive(self, call: int, stage: int, timeout_s: float | None) -> list[int]:
-        """Wait until every peer has come to this stage of this call, or refused it; returns those who did."""
+        """Wait until every peer has come to this stage of this call, or refused it; returns those who did.
+        GroupMismatch if some make this call without coming here."""
         transport, place = self._transport, 2 * call + stage
         self._words[transport.rank][0] = place
         words = [(peer, word) for peer, word in enumerate(self._words) if peer not in self.masked]
         began = time.monotonic()
         while True:
-            missing = [peer for peer, (come, refused, _) in words if come < place and refused < call]
+            missing = [peer for peer, (come, refused, *_) in words if come < place and refused < call]
             if not missing:
                 break
+            passed = [peer for peer in missing if self._words[peer][3] >= call]
+            if passed:
+                raise GroupMismatch(
+                    f"rank {transport.rank}: this is the first call of its kind here, which ranks prepare together, "
+                    f"but rank(s) {', '.join(map(str, passed))} make one of a kind that they know. All ranks must "
+                    "pass the same settings, or prepare this kind of call with warmup()."
+                )
             transport.raise_if_aborted()
             gone = [peer for peer in missing if self.has_left(peer)]
             waited = time.monotonic() - began
@@ -56,7 +72,7 @@ class Meeting:
             time.sleep(min(0.001, waited / 8))
         # Nobody leaves stage 0 without this rank, unless the call is void: who is further has refused, or saw who did.
         void = [
-            peer for peer, (come, refused, _) in words
+            peer for peer, (come, refused, *_) in words
             if refused == call or come < place or (stage == 0 and come > place + 1)
         ]  # fmt: skip
         refusing = [peer for peer in void if self._words[peer][1] == call]

@@ -23,9 +23,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from expertwire.kernels.counts import PER_RANK, REPEATED, sent_to
+from expertwire.kernels.counts import NUMBER, PER_RANK, REPEATED, sent_to
 from expertwire.kernels.memory import ticket_acq_rel
 from expertwire.kernels.routing import (
+    COUNTS,
     DONE,
     HOME_LOCAL,
     HOME_RANK,
@@ -34,6 +35,8 @@ from expertwire.kernels.routing import (
     WHERE_ROW,
     await_peers,
     legal_ids,
+    say,
+    signal,
     store_source,
 )
 from expertwire.kernels.tally import add_rows
@@ -163,12 +166,16 @@ def rows_of_slots(
     tl.store(where + entry, found, mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_places", "rank", "timeout_us"])
+@triton.jit(do_not_specialize=["num_places", "rank", "timeout_us", "name"])
 def address_rows(
-    sends_to, counts, num_places, timeout_us, row_bases, addresses, tally, word_bases, epochs, tickets, status, rank,
+    sends_to, counts, num_places, name, timeout_us,
+    row_bases, addresses, tally, word_bases, epochs, tickets, status, rank,
     R: tl.constexpr, RANKS: tl.constexpr, PLACES: tl.constexpr, payload_bytes: tl.constexpr,
 ):  # fmt: skip
-    """Repeat a plan in another bank, whose rows the peers must have given back: sends_to -> addresses."""
+    """Repeat a plan in another bank, whose rows the peers must have given back: sends_to -> addresses.
+
+    COUNTS is signalled, with no counts, for a peer that does not repeat its plan: it sees that this is another call.
+    """
     if tl.program_id(0) == 0:
         peers = tl.arange(0, RANKS)
         sending = tl.load(sent_to(counts, R) + peers, mask=peers < R, other=0)
@@ -180,7 +187,10 @@ def address_rows(
     if R > 1:
         if ticket_acq_rel(tickets) == tl.num_programs(0) - 1:
             tl.store(tickets, 0)
-            void = await_peers(word_bases, DONE, tl.load(epochs), rank, status, timeout_us, R, RANKS)
+            epoch = tl.load(epochs)
+            void = await_peers(word_bases, DONE, epoch, 0, rank, status, timeout_us, R, RANKS)
+            said = say(name, tl.load(counts + NUMBER))
+            signal(word_bases, COUNTS, epoch + 1, tl.where(void > 0, -1, said), rank, R, RANKS)
             tl.store(counts + REPEATED, void)
             if void > 0:  # they may still read what would be overwritten
                 for first in range(0, num_places, PLACES):

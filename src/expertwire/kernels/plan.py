@@ -5,8 +5,9 @@ all peers, waits for theirs, and finds where this rank's rows of every expert (E
 their destination. `place` then numbers the selections inside their blocks; for COMPACT, where a token serves a rank
 once, a running sum over a [tokens, ranks] table does that here.
 
-If a peer refused the step, or does not come in time, the step is void: the first rows are -1, so that `place` finds
-nothing to send. If a peer has not given the bank back, it may still read its counts: it is told REFUSED instead.
+If a peer refused the step, makes another call, or does not come in time, the step is void: the first rows are -1, so
+that `place` finds nothing to send. If a peer has not given the bank back, it may still read its counts: it is told
+REFUSED instead.
 
 Orders: block counts go through the ticket (acq_rel, gpu), totals to peers through `exchange_release` / `load_acquire`
 (sys). Only the last block waits.
@@ -21,8 +22,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from expertwire.kernels.counts import NUM_ROWS, PER_RANK, VOID, offsets_of, padded_per_expert, per_expert, sent_to
-from expertwire.kernels.memory import exchange_release, pack_word, ticket_acq_rel
+from expertwire.kernels.counts import (
+    NUM_ROWS,
+    NUMBER,
+    PER_RANK,
+    VOID,
+    offsets_of,
+    padded_per_expert,
+    per_expert,
+    sent_to,
+)
+from expertwire.kernels.memory import ticket_acq_rel
 from expertwire.kernels.routing import (
     COUNTS,
     DONE,
@@ -31,7 +41,8 @@ from expertwire.kernels.routing import (
     last_of_rank,
     load_block,
     ranks_of,
-    words_to,
+    say,
+    signal,
 )
 from expertwire.kernels.tally import add_dropped, add_rows
 
@@ -105,11 +116,16 @@ def _first_rows(
         tl.store(offsets, 0)
 
 
-@triton.jit(do_not_specialize=["rank", "num_tokens", "num_blocks", "room", "alignment", "first_own", "L", "timeout_us"])
+@triton.jit(
+    do_not_specialize=[
+        "rank", "num_tokens", "num_blocks", "room", "alignment", "first_own", "L", "timeout_us", "name", "bank",
+        "banks",
+    ]
+)  # fmt: skip
 def plan_count(
-    topk_idx, owners, counts, num_tokens, num_blocks, alignment, timeout_us,
+    topk_idx, owners, counts, num_tokens, num_blocks, alignment, name, timeout_us,
     keys, indexes, block_counts, first_rows, totals, tally, word_bases, count_bases, home, by_owner, owner_start,
-    epochs, tickets, status, rank, room, first_own, L,
+    epochs, tickets, status, rank, room, first_own, L, bank, banks,
     R: tl.constexpr, RANKS: tl.constexpr, E: tl.constexpr, EXPERTS: tl.constexpr, RANK_BINS: tl.constexpr,
     K: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr, BLOCKS: tl.constexpr,
     COLUMNS: tl.constexpr, LAYOUT: tl.constexpr,
@@ -117,6 +133,7 @@ def plan_count(
     """Block b counts tokens [b * TOKENS, (b + 1) * TOKENS). Writes keys [T, K]: the expert, or the rank for COMPACT,
     whose rows a selection is numbered among, -1 = none; for COMPACT also indexes [T, K], the rows before it in its
     block, and owners [T, K], the rank that serves it; block_counts [num_blocks, E + R]; first_rows [E + R]; `counts`.
+    Of all dispatches this is number epoch * banks + bank, the epoch being that of its bank.
 
     by_owner [E] are experts in order of (owner, local id), owner_start [E] the position of the owner's first one, -1 if
     it is masked; those of this rank are L from position first_own on.
@@ -155,7 +172,7 @@ def plan_count(
         of_ranks, ranks_at, ranks_mask = _load_table(block_counts, num_blocks, E + source, width, width, BLOCKS)
         void = 0
         if R > 1:
-            void = await_peers(word_bases, DONE, epoch - 1, rank, status, timeout_us, R, RANKS)
+            void = await_peers(word_bases, DONE, epoch - 1, 0, rank, status, timeout_us, R, RANKS)
         for first in range(0, E, COLUMNS):
             column = first + tl.arange(0, COLUMNS)
             of_experts, experts_at, experts_mask = _load_table(block_counts, num_blocks, column, E, width, BLOCKS)
@@ -163,10 +180,11 @@ def plan_count(
         _add_blocks(of_ranks, ranks_at, ranks_mask, totals, count_bases, rank, E + source, width, void, R, width)
         tl.debug_barrier()
         if R > 1:
-            pointers, peers, mask = words_to(word_bases, COUNTS, rank, R, RANKS)
-            rows = tl.where(void > 0, -1, tl.load(totals + E + peers, mask=mask, other=0))
-            exchange_release(pointers, pack_word(epoch + tl.zeros([RANKS], tl.int64), rows), mask)
-            void += await_peers(word_bases, COUNTS, epoch, rank, status, timeout_us, R, RANKS)
+            number = epoch * banks + bank
+            said = say(name, number)
+            tl.store(counts + NUMBER, number.to(tl.int32))
+            signal(word_bases, COUNTS, epoch, tl.where(void > 0, -1, said), rank, R, RANKS)
+            void += await_peers(word_bases, COUNTS, epoch, said, rank, status, timeout_us, R, RANKS)
             tl.store(counts + VOID, void)
         arrived = tl.load(count_bases + rank).to(tl.pointer_type(tl.int32))
         arriving = tl.load(arrived + source * width + E + rank, mask=source < tl.where(void > 0, 0, R), other=0)

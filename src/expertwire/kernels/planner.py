@@ -73,7 +73,7 @@ class Planner:
             fixed: tuple[torch.Tensor | int, ...] = (
                 *self.tables(tokens), state.tally, bank.words, bank.counts, state.home, state.by_owner,
                 state.owner_start, bank.epoch, bank.ticket, state.status, state.rank, state.slot_room, state.first_own,
-                state.num_local_experts,
+                state.num_local_experts, step.bank, state.num_banks,
             )  # fmt: skip
             return fixed, {
                 "R": state.num_ranks, "RANKS": self._ranks, "E": state.num_experts, "EXPERTS": experts,
@@ -84,7 +84,8 @@ class Planner:
 
         self.launch(
             plan_count, num_blocks, (step.bank, step.layout, ids.dtype),
-            (ids, step.owners, step.counts, num_tokens, num_blocks, step.alignment, state.timeout_us), rest_of_count,
+            (ids, step.owners, step.counts, num_tokens, num_blocks, step.alignment, step.name, state.timeout_us),
+            rest_of_count,
         )  # fmt: skip
         return Plan(tokens, unplaced=True)
 
@@ -145,6 +146,6 @@ class Planner:
 
         self.launch(
             address_rows, max(1, ceil_div(num_places, 4096)), (places, step.bank),
-            (step.sends_to, step.counts, num_places, state.timeout_us), rest,
+            (step.sends_to, step.counts, num_places, step.name, state.timeout_us), rest,
         )  # fmt: skip
         return Plan()

@@ -21,7 +21,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from expertwire.kernels.memory import exchange_release, pack_word, ticket_acq_rel, wait
+from expertwire.kernels import names
+from expertwire.kernels.counts import NUMBER, VOID, combine_number
+from expertwire.kernels.memory import COUNT_BITS, exchange_release, pack_word, ticket_acq_rel, wait
 from expertwire.layouts import device_window
 
 HOME_RANK = tl.constexpr(16)
@@ -29,6 +31,8 @@ HOME_LOCAL = tl.constexpr(0xFFFF)
 WHERE_RANK = tl.constexpr(40)
 WHERE_ROW = tl.constexpr((1 << 40) - 1)
 LINE_WORDS = tl.constexpr(8)
+PURPOSES = tl.constexpr(len(device_window.PURPOSES))
+ROUTINGS = tl.constexpr(1 << names.NUMBER_BITS)  # that a word tells apart
 SOURCE_WORDS = tl.constexpr(device_window.SOURCE_WORDS)
 
 # Purposes of `layouts.device_window`, and how a status record names the wait that gave up.
@@ -38,84 +42,106 @@ DONE = tl.constexpr(2)
 COMBINE_READY = tl.constexpr(3)
 COMBINE_DONE = tl.constexpr(4)
 
+REFUSED_OR_LATE = tl.constexpr((1 << 16) - 1)  # of a number that says why a step is void
+OTHER_CALL = tl.constexpr(1 << 16)
+
 
 @triton.jit
-def words_to(word_bases, purpose: tl.constexpr, rank, R: tl.constexpr, RANKS: tl.constexpr):
-    """Pointers to this rank's word for `purpose` on every peer, peer numbers, mask."""
+def say(name, number):
+    """What the words of a call carry: see `names`. `number` of the dispatch whose routing it has."""
+    return name | (number & (ROUTINGS - 1)).to(tl.int32)
+
+
+@triton.jit
+def words_to(word_bases, purpose: tl.constexpr, rank, bank, R: tl.constexpr, RANKS: tl.constexpr):
+    """Pointers to this rank's word for `purpose` on every peer, peer numbers, mask. `bank` is counted from that of
+    `word_bases` on."""
     peers = tl.arange(0, RANKS)
     bases = tl.load(word_bases + peers, mask=peers < R, other=0)
-    return (bases + (purpose * R + rank) * LINE_WORDS * 8).to(tl.pointer_type(tl.int64)), peers, bases != 0
+    at = ((bank * PURPOSES + purpose) * R + rank) * LINE_WORDS * 8
+    return (bases + at).to(tl.pointer_type(tl.int64)), peers, bases != 0
 
 
 @triton.jit
-def words_from(word_bases, purpose: tl.constexpr, rank, R: tl.constexpr, RANKS: tl.constexpr):
+def words_from(word_bases, purpose: tl.constexpr, rank, bank, R: tl.constexpr, RANKS: tl.constexpr):
     """Pointers to every peer's word for `purpose` in the own window, peer numbers, mask."""
     peers = tl.arange(0, RANKS)
     base = tl.load(word_bases + rank).to(tl.pointer_type(tl.int64))
-    return base + (purpose * R + peers) * LINE_WORDS, peers, peers < R
+    return base + ((bank * PURPOSES + purpose) * R + peers) * LINE_WORDS, peers, peers < R
 
 
 @triton.jit
-def signal(word_bases, purpose: tl.constexpr, epoch, counts, rank, R: tl.constexpr, RANKS: tl.constexpr):
+def signal(word_bases, purpose: tl.constexpr, epoch, counts, rank, R: tl.constexpr, RANKS: tl.constexpr, bank=0):
     """Tell every peer; what this block stored, or acquired, before is visible to whoever acquires the word."""
-    pointers, _, mask = words_to(word_bases, purpose, rank, R, RANKS)
+    pointers, _, mask = words_to(word_bases, purpose, rank, bank, R, RANKS)
     exchange_release(pointers, pack_word(epoch + tl.zeros([RANKS], tl.int64), counts), mask)
 
 
 @triton.jit
 def await_peers(
-    word_bases, purpose: tl.constexpr, epoch, rank, status, timeout_us, R: tl.constexpr, RANKS: tl.constexpr, known=0
-):
-    """Wait until every peer has signalled `purpose` for `epoch`; returns how many refused the step or did not come in
-    time: the step is void then, and no rows are read or written.
+    word_bases, purpose: tl.constexpr, epoch, said, rank, status, timeout_us, R: tl.constexpr, RANKS: tl.constexpr,
+    bank=0, known=0,
+):  # fmt: skip
+    """Wait until every peer has signalled `purpose` for `epoch`; returns, unless 0, why the step is void, so that no
+    rows are read or written: how many refused it or did not come in time, and OTHER_CALL for each that has `said`
+    something else than this rank.
 
-    Who refused is told to the host, unless it is `known` that the step is void: behind the addresses of words stands
-    that of this bank's record of refusals there.
+    What they have said is told to the host, unless it is `known` that the step is void: behind the addresses of words
+    stands that of this bank's record there.
     """
-    pointers, peers, mask = words_from(word_bases, purpose, rank, R, RANKS)
+    pointers, peers, mask = words_from(word_bases, purpose, rank, bank, R, RANKS)
     seen, refused, late = wait(pointers, mask, epoch, purpose + 1, status, peers, timeout_us)
     if purpose == COMBINE_DONE:
         return 0
     if purpose == DONE:  # which nobody refuses, and of the step before the first no word was written
         return late
-    void = refused + late
+    here = mask & (seen >> COUNT_BITS == epoch)  # not of masked ranks
+    differs = here & (seen != pack_word(epoch, said)) & (seen != pack_word(epoch, -1))
+    void = refused + OTHER_CALL * tl.sum(differs.to(tl.int32), axis=0)
     if (void > 0) & (known == 0):
-        record = tl.load(word_bases + R).to(tl.pointer_type(tl.int64))
+        record = tl.load(word_bases + R).to(tl.pointer_type(tl.int64)) + bank * 2 * R
         if purpose == COMBINE_READY:
             record += R
-        tl.store(record + peers, tl.zeros_like(seen) + epoch, mask=mask & (seen == pack_word(epoch, -1)))
-    return void
+        tl.store(record + peers, seen, mask=here)
+    return void + late
 
 
 @triton.jit
-def receive_rows(void_at, word_bases, epoch, rank, status, timeout_us, R: tl.constexpr, RANKS: tl.constexpr):
-    """Wait for the peers' rows. The word at `void_at` says whether the step was void before, and is written."""
-    void = tl.load(void_at)
-    late = await_peers(word_bases, READY, epoch, rank, status, timeout_us, R, RANKS, void)
-    tl.store(void_at, void + late)
+def receive_rows(
+    counts, void_at: tl.constexpr, name, word_bases, epoch, rank, status, timeout_us, R: tl.constexpr,
+    RANKS: tl.constexpr,
+):  # fmt: skip
+    """Wait for the peers' rows. Number `void_at` of `counts` says whether the step was void before, and is written."""
+    void = tl.load(counts + void_at)
+    said = say(name, tl.load(counts + NUMBER))
+    void += await_peers(word_bases, READY, epoch, said, rank, status, timeout_us, R, RANKS, known=void)
+    tl.store(counts + void_at, void)
 
 
 @triton.jit
-def leave_combine(word_bases, epochs, epoch, rank, status, timeout_us, R: tl.constexpr, RANKS: tl.constexpr):
+def leave_combine(word_bases, number, rank, status, timeout_us, R: tl.constexpr, RANKS: tl.constexpr, bank):
     """By one block: when all peers have done the same, what they read here may be overwritten."""
-    signal(word_bases, COMBINE_DONE, epoch, 0, rank, R, RANKS)
-    tl.store(epochs, epoch)  # not earlier: with `signal` a block waits until all its warps have read it
-    await_peers(word_bases, COMBINE_DONE, epoch, rank, status, timeout_us, R, RANKS)
+    signal(word_bases, COMBINE_DONE, number, 0, rank, R, RANKS, bank)
+    await_peers(word_bases, COMBINE_DONE, number, 0, rank, status, timeout_us, R, RANKS, bank)
 
 
 @triton.jit
 def end_combine(
-    word_bases, epochs, tickets, dispatch_epochs, void, rank, status, timeout_us,
-    R: tl.constexpr, RANKS: tl.constexpr, FINISH: tl.constexpr,
+    counts, word_bases, tickets, dispatch_words, dispatch_epochs, rank, status, timeout_us,
+    R: tl.constexpr, RANKS: tl.constexpr, BANKS: tl.constexpr, FINISH: tl.constexpr,
 ):  # fmt: skip
-    """By every block that has read its rows; the last one out leaves, unless what came before was `void` and there is
-    no combine. With FINISH it then gives back the views of the dispatch, over which peers may have read the output."""
-    if ticket_acq_rel(tickets) == tl.num_programs(0) - 1:
-        tl.store(tickets, 0)
-        if tl.load(void) == 0:
-            leave_combine(word_bases, epochs, tl.load(epochs) + 1, rank, status, timeout_us, R, RANKS)
+    """By every block that has read its rows; the last one out leaves, unless the dispatch is VOID in `counts` and there
+    is no combine. With FINISH it then gives back the views of the dispatch, over which peers may have read the output.
+    tickets [BANKS]"""
+    number = tl.load(combine_number(counts))
+    void = tl.load(counts + VOID)
+    bank = tl.where(void == 0, number % BANKS, 0)
+    if ticket_acq_rel(tickets + bank) == tl.num_programs(0) - 1:
+        tl.store(tickets + bank, 0)
+        if void == 0:
+            leave_combine(word_bases, number, rank, status, timeout_us, R, RANKS, bank)
         if FINISH:
-            signal(word_bases, DONE, tl.load(dispatch_epochs), 0, rank, R, RANKS)
+            signal(dispatch_words, DONE, tl.load(dispatch_epochs), 0, rank, R, RANKS)
 
 
 @triton.jit

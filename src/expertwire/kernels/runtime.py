@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,14 +13,26 @@ from expertwire.errors import MissedSignal, PeerLost, PeerRefused, PeerTimeout, 
 from expertwire.kernels.engine import DeviceEngine
 from expertwire.kernels.masking import newest_step, restart
 from expertwire.kernels.meeting import Meeting
+from expertwire.kernels.names import CallNames
 from expertwire.kernels.part import Part
 from expertwire.kernels.poison import broken_guards
 from expertwire.kernels.state import DeviceMemory
-from expertwire.protocols.epoch_signal import unpack
+from expertwire.layouts.receive import Layout
+from expertwire.protocols.epoch_signal import REFUSED, unpack
 
 PHASES = {1: "dispatch send", 2: "dispatch receive", 3: "dispatch send", 4: "combine receive", 5: "combine receive"}
 LANES = ("dispatch", "combine")
 _MOST_US = (1 << 31) - 1
+
+
+class Said(NamedTuple):
+    """What a peer said in a void step, REFUSED or the name of another call than the `own` one."""
+
+    lane: str
+    bank: int
+    peer: int
+    own: int
+    theirs: int
 
 
 class DeviceRuntime:
@@ -40,11 +53,12 @@ class DeviceRuntime:
             memory.gather_by(self._masking.all_gather)
         self.closed = False
         self._known: set[Hashable] = set()
+        self.names = CallNames()
         self.rehearsing = False
         self._records = engine.state.mirror.numpy()
         self._clean = self._records.tobytes()
-        self._refusals = engine.state.refusals.numpy()
-        self._told = self._refusals.copy()
+        self._news = engine.state.news.numpy()
+        self._told = self._news.copy()
         on_cuda = engine.state.device.type == "cuda"
         self._pinned = torch.zeros(
             max(engine.state.parts.size, 2 * engine.state.tally.numel()), dtype=torch.int32, pin_memory=on_cuda
@@ -54,12 +68,14 @@ class DeviceRuntime:
 
     def _always(self) -> None:
         """What a call may need whatever its kind, also one that is refused."""
-        for lane in LANES:
-            self.engine.refuse(lane, 0)
-        self.engine.give_back(0)
-        for values in (self.engine.state.int32([0, 0]), self.engine.state.int32([0] * self.engine.state.parts.size)):
-            self.engine.export(values, self._pinned)
-        self.engine.export(self.engine.state.tally.view(torch.int32), self._pinned)
+        engine, state = self.engine, self.engine.state
+        engine.refuse_dispatch(0)
+        nothing = torch.empty(0, engine.num_topk, dtype=torch.int32, device=state.device)
+        for step in (None, state.step(0, Layout.COMPACT, nothing, None)):
+            engine.refuse_combine(step)
+        engine.give_back(0)
+        for values in (state.int32([0, 0]), state.int32([0] * state.parts.size), state.tally.view(torch.int32)):
+            engine.export(values, self._pinned)
 
     @property
     def timeout_s(self) -> float | None:
@@ -75,22 +91,25 @@ class DeviceRuntime:
         """Whether a call of this kind may be launched as it is."""
         return kind in self._known
 
-    def meet(self, kind: tuple[object, ...], call: int, prepare: Callable[[], None]) -> None:
+    def meet(self, kind: tuple[object, ...], call: int, what: str, prepare: Callable[[], None]) -> None:
         """Before the first call of a kind, `prepare` compiles and loads its kernels and shares memory on all ranks:
         loading waits for the GPU, where another rank's kernel may wait for this rank. Collective then, so a kind says
-        only what is the same on all ranks. Its last field says whether gradients are needed; a kind without them is
-        known with it.
+        only what is the same on all ranks, and begins with the lane; `what` says the same in words. Its last field says
+        whether gradients are needed; a kind without them is known with it.
 
-        PeerRefused if a peer refuses this call: nothing was launched here.
+        PeerRefused if a peer refuses this call, GroupMismatch if it makes another one: nothing was launched here.
         """
-        if kind in self._known:
-            return
         self._raise_if_capturing()
         self._arrive(call, 0)
-        self.engine.state.meet("kernels", kind)
+        self.engine.state.meet(f"call {kind[0]}", what)
         self.compile(prepare)
         self._arrive(call, 1)
         self._known |= {kind, (*kind[:-1], False)}
+
+    def pass_by(self, call: int) -> None:
+        """Before a call of a known kind: ranks to which it is new do not wait for this one."""
+        if self.meeting is not None and not self.engine.state.capturing:
+            self.meeting.pass_by(call)
 
     def _arrive(self, call: int, stage: int) -> None:
         if self.meeting is not None:
@@ -107,7 +126,7 @@ class DeviceRuntime:
             self._raise_if_capturing()
             self.compile(launches)
             if self.sharing and self.engine.num_ranks > 1:
-                self.engine.state.meet("kernels", kind[0])
+                self.engine.state.meet("load kernels", str(kind[0]))
             self._known.add(kind)
         if not self.rehearsing:
             launches()
@@ -186,7 +205,7 @@ class DeviceRuntime:
             restart(state, restarted, newest)
         self.masked_ranks = tuple(sorted(restarted))
         self.restarts += 1
-        self._told = self._refusals.copy()
+        self._told = self._news.copy()
         return sorted(restarted - before), epoch
 
     def _drain(self) -> None:
@@ -195,17 +214,28 @@ class DeviceRuntime:
             torch.cuda.synchronize(self.engine.state.device)
 
     def has_news(self) -> bool:
-        """Whether `refused` has something to tell."""
-        return self._refusals.tobytes() != self._told.tobytes()
+        """Whether `news` has something to tell."""
+        return self._news.tobytes() != self._told.tobytes()
 
-    def refused(self, bank: int | None = None) -> list[tuple[int, int, int]]:
-        """What peers have refused since this was asked last, in this bank or all: (bank, lane, peer). Looks at host
-        memory only; complete after a synchronisation."""
-        mine = slice(None) if bank is None else slice(bank, bank + 1)
-        found = self._refusals[mine].copy()
-        changed = (found != self._told[mine]).nonzero()
-        self._told[mine] = found
-        return [(int(b) + (bank or 0), int(lane), int(peer)) for b, lane, peer in zip(*changed, strict=True)]
+    def news(self) -> list[Said]:
+        """What peers have said in void steps since this was asked last. Looks at host memory only; complete after a
+        synchronisation."""
+        changed = (self._news != self._told).any(axis=2).nonzero()
+        return [said for bank, lane in zip(*changed, strict=True) for said in self.said(int(bank), LANES[lane])]
+
+    def said(self, bank: int, lane: str) -> list[Said]:
+        """What peers have said in the last void step of this bank; it is no news any more."""
+        at = (bank, LANES.index(lane))
+        words = self._news[at].copy()
+        found = [unpack(word) for word in words.tolist()]
+        newest, (step, own) = max(epoch for epoch, _ in found), found[self.engine.rank]
+        if step != newest:  # the kernel is writing it
+            return []
+        self._told[at] = words
+        return [
+            Said(lane, bank, peer, own, theirs) for peer, (epoch, theirs) in enumerate(found)
+            if epoch == newest and theirs != own and (theirs == REFUSED or own != REFUSED)
+        ]  # fmt: skip
 
     def has_failed(self) -> bool:
         """Whether a kernel gave up waiting. Looks at host memory only; complete after a synchronisation."""

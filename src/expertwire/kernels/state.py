@@ -79,16 +79,12 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class Bank:
-    """This bank's addresses on every rank [R], and the counters that its steps keep on the device."""
+    """This bank's addresses on every rank [R], and the counters that its dispatches keep on the device."""
 
-    words: torch.Tensor  # [R + 1]: the last is the address of this bank's `refusals`
+    words: torch.Tensor  # [R + 1]: the last is the address of this bank's `news`
     counts: torch.Tensor
-    sources: torch.Tensor
-    told: torch.Tensor  # int64 [R], the own table at `sources`: where the rows of a combine are
-    epoch: torch.Tensor  # int64 [1], of dispatches
+    epoch: torch.Tensor  # int64 [1]
     ticket: torch.Tensor  # int32 [1]
-    combine_epoch: torch.Tensor
-    combine_ticket: torch.Tensor
 
 
 class Places:
@@ -143,11 +139,12 @@ class Step:
     fixed: tuple[Part, Part] | None  # EXPERT_SLOTS: padded counts and offsets of every step
     topk_idx: torch.Tensor
     topk_weights: torch.Tensor | None
+    name: int = 0  # of the call, see `names`
     void_at: int = VOID  # which of `counts` says that the dispatch is void
 
-    def repeated(self, bank: int) -> Step:
+    def repeated(self, bank: int, name: int) -> Step:
         """A dispatch with this plan in another bank."""
-        return replace(self, bank=bank, void_at=REPEATED)
+        return replace(self, bank=bank, name=name, void_at=REPEATED)
 
     @property
     def routing(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -208,21 +205,23 @@ class DeviceState:
         self.window = DeviceWindow(self.num_ranks, self.num_experts, num_banks)
         self.own, addresses = self._allocate(self.window.total_bytes)
         on_cuda = self.device.type == "cuda"
-        # [bank, lane (dispatch, combine), peer]: the last step of the bank that the peer refused, told by kernels.
-        self.refusals = torch.zeros(num_banks, 2, self.num_ranks, dtype=torch.int64, pin_memory=on_cuda)
+        # [bank, lane (dispatch, combine), peer]: what the peer said in the last step of the bank that was void since
+        # somebody refused it or made another call, as kernels tell.
+        self.news = torch.zeros(num_banks, 2, self.num_ranks, dtype=torch.int64, pin_memory=on_cuda)
         self.banks = [
             Bank(
-                self.int64([a + self.window.words(bank) for a in addresses] + [self.refusals[bank].data_ptr()]),
+                self.int64([a + self.window.words(bank) for a in addresses] + [self.news[bank].data_ptr()]),
                 self.int64([a + self.window.counts(bank) for a in addresses]),
-                self.int64([a + self.window.sources(bank) for a in addresses]),
-                self.own[self.window.sources(bank) :].view(torch.int64)[: self.num_ranks],
-                self.int64([0]),
-                self.int32([0]),
                 self.int64([0]),
                 self.int32([0]),
             )
             for bank in range(num_banks)
         ]
+        # Combines take turns in the banks, in the order in which they are published.
+        self.combines = self.int64([0])
+        self.combine_tickets = self.int32([0] * num_banks)
+        self.sources = self.int64([a + self.window.sources(0) for a in addresses])  # of bank 0
+        self.told = self.own[self.window.sources(0) :].view(torch.int64)  # the own table there: where peers' rows are
         owners, local = placement.expert_ranks, placement.local_ids()
         self.home = self.int32([r << 16 | i for r, i in zip(owners, local, strict=True)])
         by_owner = sorted(range(self.num_experts), key=lambda e: (owners[e], local[e]))
@@ -338,14 +337,17 @@ class DeviceState:
         memory = t.untyped_storage().data_ptr()
         return any(memory == own.untyped_storage().data_ptr() for p in self._places.values() for own in p._own)
 
-    def meet(self, purpose: str, call: object) -> None:
-        """All ranks, or those that are here for something else, get GroupMismatch. Collective."""
-        mine = f"{purpose} for {call}"
-        found = self.memory.all_gather(mine)
-        if any(other not in (mine, None) for other in found):
+    def meet(self, action: str, what: str) -> None:
+        """All ranks, or GroupMismatch on all: they `action` differently. Collective."""
+        found = self.memory.all_gather((action, what))
+        others = [
+            f"on rank {peer} ({theirs[1] if theirs[0] == action else ': '.join(theirs)})"
+            for peer, theirs in enumerate(found) if theirs not in ((action, what), None)
+        ]  # fmt: skip
+        if others:
             raise GroupMismatch(
-                f"rank {self.rank}: the first call of a kind is prepared by all ranks together, but they prepare "
-                f"{found}: make the same calls on all ranks, with gradients needed on all of them or on none"
+                f"rank {self.rank}: ranks {action} differently: here ({what}), {', '.join(others)}. The first call of "
+                "a kind is prepared by all ranks together, and all must pass the same settings."
             )
 
     @property
@@ -366,7 +368,7 @@ class DeviceState:
                     f"{sorted(self.masked)} ended, and transport {self.memory.name!r} takes memory on all ranks "
                     "together: prepare every kind of call with warmup"
                 )
-            self.meet("memory", key[0])
+            self.meet("take memory", str(key[0]))
             region = make_region()
             made = [self._allocate(region.total_bytes, region.meta) for _ in range(self.num_banks)]
             from_all = self.memory.all_gather([addresses for _, addresses in made])
@@ -391,8 +393,9 @@ class DeviceState:
         return values[parts.per_expert], values[parts.padded], values[parts.per_rank], values[NUM_ROWS], values[void_at]
 
     def step(
-        self, bank: int, layout: Layout, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None, alignment: int = 1
-    ) -> Step:
+        self, bank: int, layout: Layout, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None, alignment: int = 1,
+        name: int = 0,
+    ) -> Step:  # fmt: skip
         """What one dispatch fills."""
         num_tokens, num_topk, size = topk_idx.shape[0], self.num_topk, self.parts.size
         places, compact = num_places(layout, self.num_ranks, num_topk), layout is Layout.COMPACT
@@ -402,5 +405,5 @@ class DeviceState:
         return Step(
             bank, layout, alignment, Part(memory, sends_to, (num_tokens, places), torch.int64),
             Part(memory, owners, (num_tokens, num_topk)) if compact else None, Part(memory, 0, (size,)),
-            self.parts, self._fixed if layout is Layout.EXPERT_SLOTS else None, topk_idx, topk_weights,
+            self.parts, self._fixed if layout is Layout.EXPERT_SLOTS else None, topk_idx, topk_weights, name,
         )  # fmt: skip

@@ -4,8 +4,9 @@ EXPERT_* has one value a row, that of its (token, slot). COMPACT has K values a 
 for slots that the row does not serve. WIDTH is how many. They lie in memory of their own, `value_bases` [R] int64 being
 its address on every rank; `where` [T, K] says where each slot's row is.
 
-Orders: `send_values` are plain stores that the rows' own signal, of a later launch, vouches for. `combine_values` is a
-combine by itself, after a `combine_send` of its own: when the launch is over all peers have read what is here.
+Orders: `send_values` are plain stores that the rows' own signal, of a later launch, vouches for. `combine_values`
+reads what an earlier `combine_send` has waited for; it ends the combine, if it is alone, or leaves that to the gather
+of rows.
 
 Bytes moved: 12 * T * K to read places and to read or write values, and 4 for every value at the rows.
 
@@ -47,11 +48,12 @@ def send_values(values, where, num_values, value_bases, K: tl.constexpr, WIDTH: 
 
 @triton.jit(do_not_specialize=["num_values", "rank", "timeout_us"])
 def combine_values(
-    where, out, counts, num_values, timeout_us, value_bases, word_bases, epochs, tickets, status, rank,
-    R: tl.constexpr, RANKS: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, ENTRIES: tl.constexpr,
+    where, out, counts, num_values, timeout_us, value_bases, word_bases, tickets, status, rank,
+    R: tl.constexpr, RANKS: tl.constexpr, BANKS: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
+    ENTRIES: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
-    """out [T, K]: the values at the rows, 0 where nothing was sent. num_values = T * K. Nothing, if the combine of the
-    rows before it was REFUSED."""
+    """out [T, K]: the values at the rows, 0 where nothing was sent. num_values = T * K. Nothing, if the combine was
+    REFUSED. ALONE: there are no rows to be gathered after it."""
     if R > 1:
         num_values = tl.where(tl.load(counts + REFUSED) == 0, num_values, 0)
     for chunk in range(tl.program_id(0), tl.cdiv(num_values, ENTRIES), tl.num_programs(0)):
@@ -60,7 +62,7 @@ def combine_values(
         column = entry % K if WIDTH > 1 else 0
         value = tl.load(_addresses(value_bases, place, column, WIDTH), mask=place >= 0, other=0.0)
         tl.store(out + entry, value, mask=entry < num_values)
-    if R > 1:
+    if R > 1 and ALONE:
         end_combine(
-            word_bases, epochs, tickets, epochs, counts + REFUSED, rank, status, timeout_us, R, RANKS, False
+            counts, word_bases, tickets, word_bases, word_bases, rank, status, timeout_us, R, RANKS, BANKS, False
         )  # fmt: skip

@@ -36,18 +36,18 @@ def encode_rows(engine: DeviceEngine, y: torch.Tensor, meta: torch.Tensor, step:
 
 def combine_encoded(
     engine: DeviceEngine, memory: Places, step: Step, out: torch.Tensor, *, weighted: bool,
-    biases: tuple[torch.Tensor, ...], publish: bool, finish: bool,
+    biases: tuple[torch.Tensor, ...], finish: bool,
 ) -> None:  # fmt: skip
     """As `DeviceEngine.combine`, of rows that all ranks have encoded into `memory`."""
     num_tokens, chunk = out.shape[0], _chunk(engine.hidden)
     parts = ceil_div(engine.hidden, chunk)
     units = max(1, num_tokens * parts)
-    engine.combine_ready(out, step, None, tell=False, publish=publish)
     weights, two = step.topk_weights if weighted else None, (*biases, None, None)[:2]
 
     def rest() -> Rest:
         return (memory.payload(step.bank), memory.sf(step.bank), *engine.words_of_combine(step.bank)), {
-            "R": engine.num_ranks, "RANKS": pow2(engine.num_ranks), "SENDS": step.sends_to.shape[1], "CHUNK": chunk,
+            "R": engine.num_ranks, "RANKS": pow2(engine.num_ranks), "BANKS": engine.state.num_banks,
+            "SENDS": step.sends_to.shape[1], "CHUNK": chunk,
             "PARTS": parts, "hidden": engine.hidden, "WEIGHTED": weighted, "NUM_BIASES": len(biases), "FINISH": finish,
             "num_warps": WARPS, "enable_fp_fusion": False,
         }  # fmt: skip

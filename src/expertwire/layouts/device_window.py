@@ -65,12 +65,17 @@ class DeviceWindow:
     def counts(self, bank: int) -> int:
         return round_up(self.num_banks * self.words_bytes, REGION_ALIGN) + bank * self.counts_bytes
 
+    @property
+    def sources_bytes(self) -> int:
+        """Sources of one bank."""
+        return round_up(8 * self.num_ranks, REGION_ALIGN)
+
     def sources(self, bank: int) -> int:
-        return self.counts(self.num_banks - 1) + self.counts_bytes + bank * round_up(8 * self.num_ranks, REGION_ALIGN)
+        return self.counts(self.num_banks - 1) + self.counts_bytes + bank * self.sources_bytes
 
     @property
     def total_bytes(self) -> int:
-        return self.sources(0) + self.num_banks * round_up(8 * self.num_ranks, REGION_ALIGN)
+        return self.sources(self.num_banks)
 
 
 @dataclass(frozen=True)

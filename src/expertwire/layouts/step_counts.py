@@ -4,7 +4,9 @@
 1           void       unless 0: a rank refused this dispatch, or did not come in time
 2           refused    and the same of its combine, or else of the dispatch
 3           repeated   and of the dispatch that repeated this plan last
-4  [R]      per_rank   rows that arrived from each rank
+4           number     of the dispatch that made the plan, its low bits
+6           combine    int64: the number of the combine under way
+8  [R]      per_rank   rows that arrived from each rank
    [R]      sent       rows sent to each rank
    [L]      per_expert selections of each local expert
    [L]      padded     the same with padding      (EXPERT_SLOTS: not written, they are fixed)
@@ -18,7 +20,7 @@ from functools import cached_property
 
 from expertwire._math import round_up
 
-NUM_ROWS, VOID, REFUSED, REPEATED, PER_RANK = 0, 1, 2, 3, 4
+NUM_ROWS, VOID, REFUSED, REPEATED, NUMBER, COMBINE, PER_RANK = 0, 1, 2, 3, 4, 6, 8
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class StepCounts:
 
     >>> counts = StepCounts(2, 3)
     >>> counts.sent, counts.per_expert, counts.padded, counts.offsets, counts.size
-    (slice(8, 10, None), slice(12, 15, None), slice(16, 19, None), slice(20, 24, None), 24)
+    (slice(12, 14, None), slice(16, 19, None), slice(20, 23, None), slice(24, 28, None), 28)
     """
 
     num_ranks: int
