@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 import triton
-from gpu_ranks import WIRES, Layout, Ranks, Shape
+from gpu_ranks import WIRES, Layout, Ranks, Shape, combined
 
 import expertwire as ew
 from expertwire import reference
@@ -95,7 +95,7 @@ def check_case(shape, layout, wire, *, fused=False, alignment=1, deferred=False,
                 engine.await_rows(step)
 
         def combine(r, made=made, outs=outs):
-            ranks.engines[r].combine(ys[r], made[r], outs[r], weighted=layout is not COMPACT, finish=True)
+            combined(ranks.engines[r], ys[r], made[r], outs[r], weighted=layout is not COMPACT, finish=True)
 
         if number == 0:
             ranks.compile(dispatch, combine)
@@ -234,7 +234,7 @@ def virtual_case(num_ranks):
         ranks.engines[r].give_back(0)
 
     def combine(r, finish=False):
-        ranks.engines[r].combine(ys[r], made[r], outs[r], weighted=True, finish=finish)
+        combined(ranks.engines[r], ys[r], made[r], outs[r], weighted=True, finish=finish)
 
     def round_trip(r):
         dispatch(r)
@@ -279,7 +279,7 @@ def compact_case(num_ranks, wire):
         outs = [torch.empty_like(x) for x in ranks.xs]
 
         def combine(r):
-            ranks.engines[r].combine(ys[r], made[r], outs[r], weighted=False)
+            combined(ranks.engines[r], ys[r], made[r], outs[r], weighted=False)
 
         ranks.compile(combine)
         us = graph_time(lambda: ranks.each(combine), inner=2)
@@ -378,7 +378,7 @@ def waiting(seconds=0.5):
         torch.cuda.synchronize()
         with torch.cuda.stream(streams[0]):
             engine.launch(
-                await_rows, blocks, ("waiting", blocks), (counts, int(1e6 * seconds)),
+                await_rows, blocks, ("waiting", blocks), (counts, 0, int(1e6 * seconds)),
                 lambda records=records: (
                     (words, never, records[4:], 0), {"R": 2, "RANKS": 2, "VOID": 1, "num_warps": 4}
                 ),

@@ -29,6 +29,12 @@ class Shape:
     capacity: int = 0
 
 
+def combined(engine: DeviceEngine, y, step, out, **options):
+    """A whole combine of rows that peers read where they are."""
+    engine.combine_ready(y, step, None)
+    engine.gather(y, step, out, **options)
+
+
 class Ranks:
     """All ranks of a shape. `each(fn)` calls fn(rank index) on that rank's stream."""
 

@@ -4,7 +4,7 @@ import time
 
 import pytest
 import torch
-from device_checks import COMPACT, MAJOR, SLOTS
+from device_checks import COMPACT, MAJOR, SLOTS, arrive
 from refusals import inputs, one_batch, received
 
 import expertwire as ew
@@ -22,6 +22,12 @@ KINDS = {
 
 def both(ours, theirs, rank, offender=1):
     return theirs if rank == offender else ours
+
+
+def fetched(t):
+    """On the host. A copy that waits behind a kernel would hold up the copies of peers."""
+    arrive(t.device)
+    return t.cpu()
 
 
 def dispatch(buf, number, *, combine=True, **options):
@@ -75,7 +81,7 @@ def check_repeats(buf):
             buf.dispatch(x, **both({"topk_idx": ids}, {"handle": first.handle}, buf.rank, offender))
         with pytest.raises(ew.GroupMismatch, match=r"ranks call dispatch differently.*routing of another dispatch"):
             buf.dispatch(x, handle=(first if buf.rank == offender else second).handle)
-        assert_equal(buf.dispatch(x, handle=first.handle).x.cpu(), first.x.cpu())
+        assert_equal(fetched(buf.dispatch(x, handle=first.handle).x), fetched(first.x))
         one_batch(buf, 4 + offender)
 
 
@@ -96,7 +102,7 @@ def check_combine(buf):
         with pytest.raises(ew.GroupMismatch, match=r"an earlier combine is void: .*logfmt"):
             buf.synchronize()
         for one, want in zip(sent, back, strict=True):
-            assert_equal(buf.combine(one.x, one.handle).x.cpu(), want.cpu())
+            assert_equal(fetched(buf.combine(one.x, one.handle).x), fetched(want))
     buf.synchronize()
     one_batch(buf, 6)
 
@@ -104,7 +110,7 @@ def check_combine(buf):
 def check_deferred_combine(buf):
     x, ids = inputs(buf, 7)
     sent = [buf.dispatch(x, ids) for _ in range(2)]
-    want = [buf.combine(one.x, one.handle).x.cpu() for one in sent]
+    want = [fetched(buf.combine(one.x, one.handle).x) for one in sent]
     buf.combine(sent[0].x, sent[0].handle, defer_receive=True).hook()
     late = [buf.combine(sent[at].x, sent[at].handle, defer_receive=True) for at in both((0, 1), (1, 0), buf.rank)]
     for one in late[::-1]:
@@ -115,7 +121,7 @@ def check_deferred_combine(buf):
     for one in late[::-1]:
         one.hook()
     for one, back in zip(late, want, strict=True):
-        assert_equal(one.x.cpu(), back)
+        assert_equal(fetched(one.x), back)
     buf.synchronize()
 
 
@@ -127,8 +133,8 @@ def check_turns(buf):
     want = buf.combine(second.x, second.handle).x
     with pytest.raises(ew.InFlightError, match=r"combine \d+ is unfinished"):
         buf.combine(second.x, second.handle)
-    assert_equal(late.hook().x.cpu(), want.cpu())
-    assert_equal(buf.combine(second.x, second.handle).x.cpu(), want.cpu())
+    assert_equal(fetched(late.hook().x), fetched(want))
+    assert_equal(fetched(buf.combine(second.x, second.handle).x), fetched(want))
 
 
 def check_new_kind(buf):
