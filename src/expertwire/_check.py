@@ -168,6 +168,17 @@ def differentiable_rows(rank: int, x: torch.Tensor | None, wire: WireFormat | No
         )
 
 
+def bad_id(rank: int, token: int, slot: int, expert: int, num_experts: int) -> InvalidArgument:
+    """The error of an id that is none or, in EXPERT_SLOTS, of one that its token has named before."""
+    problem = (
+        "repeats an expert of the same token; EXPERT_SLOTS has room for distinct experts only (use EXPERT_MAJOR, or -1 "
+        "in the later slot)"
+    )
+    if not 0 <= expert < num_experts:
+        problem = f"is no expert: ids must be in [0, {num_experts}), or -1 for no selection"
+    return InvalidArgument(f"rank {rank}: topk_idx[{token}, {slot}] = {expert} {problem}")
+
+
 def timeout(value: object) -> None:
     if value is not None and not (isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0):
         raise InvalidArgument(f"timeout_s must be a positive number of seconds or None, got {value!r}")

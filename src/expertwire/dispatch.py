@@ -139,16 +139,9 @@ class Dispatcher:
             return
         ids, kernels = topk_idx.to(torch.int64).numpy(), self._engine.kernels
         token, slot = kernels.first_illegal(ids, self._settings.num_experts)
-        if token >= 0:
-            raise InvalidArgument(
-                f"rank {self._rank}: topk_idx[{token}, {slot}] = {ids[token, slot]} is no expert: ids must be in "
-                f"[0, {self._settings.num_experts}), or -1 for no selection"
-            )
-        token, slot = kernels.first_repeat(ids)
-        raise InvalidArgument(
-            f"rank {self._rank}: topk_idx[{token}, {slot}] = {ids[token, slot]} repeats an expert of the same "
-            "token; EXPERT_SLOTS has room for distinct experts only (use EXPERT_MAJOR, or -1 in the later slot)"
-        )
+        if token < 0:
+            token, slot = kernels.first_repeat(ids)
+        raise _check.bad_id(self._rank, token, slot, int(ids[token, slot]), self._settings.num_experts)
 
     def _plan(
         self, epoch: int, x: Any, topk_weights: Any, handle: Handle, wire: WireFormat | None, zero_copy: bool

@@ -5,7 +5,10 @@ import importlib.util
 import pytest
 import refusals
 import torch
+from device_checks import CAPACITY, EXPERTS, HIDDEN, TOPK
 from interpreted_buffer import interpreted_buffer
+
+from expertwire.buffer import Buffer
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -36,3 +39,16 @@ CASES = [
 @pytest.mark.parametrize(("check", "options", "num_ranks"), CASES)
 def test_refused(processes, check, options, num_ranks):
     processes.run(rank_work, check, options, num_ranks=num_ranks, timeout_s=120)
+
+
+def ids_of_both(group, num_topk):
+    """The same errors on the CPU and, as it were, on a GPU."""
+    sizes = {"hidden": HIDDEN, "num_topk": num_topk}
+    refusals.check_ids(Buffer(group, num_experts=EXPERTS, num_max_tokens_per_rank=CAPACITY, **sizes))
+    refusals.check_ids(interpreted_buffer(group, **sizes))
+    torch.distributed.barrier(group)
+
+
+@pytest.mark.parametrize(("num_topk", "num_ranks"), [(TOPK, 2), (32, 1)])  # one block looks at all ids, or several do
+def test_ids(processes, num_topk, num_ranks):
+    processes.run(ids_of_both, num_topk, num_ranks=num_ranks, timeout_s=120)

@@ -76,6 +76,9 @@ class DeviceRuntime:
         engine.give_back(0)
         for values in (state.int32([0, 0]), state.int32([0] * state.parts.size), state.tally.view(torch.int32)):
             engine.export(values, self._pinned)
+        for dtype in (torch.int32, torch.int64):
+            ids = state.empty(dtype, 0, engine.num_topk)
+            engine.export(engine.check_ids(ids, distinct=True), self._pinned)
 
     @property
     def timeout_s(self) -> float | None:
