@@ -127,6 +127,18 @@ def dispatch_options(rank: int, layout: object, expert_alignment: object, counts
     return layout
 
 
+def repeat(
+    rank: int, num_tokens: int, handle_tokens: int, topk_idx: object, topk_weights: object, *, zero_copy: bool
+) -> None:
+    """A dispatch with a handle."""
+    if topk_idx is not None or topk_weights is not None:
+        raise InvalidArgument(f"rank {rank}: pass either handle or topk_idx and topk_weights, not both")
+    if zero_copy:
+        raise InvalidArgument(f"rank {rank}: zero_copy is not offered together with handle")
+    if num_tokens != handle_tokens:
+        raise InvalidArgument(f"rank {rank}: x has {num_tokens} tokens, its handle {handle_tokens}")
+
+
 def combine_wire(rank: int, wire: object, hidden: int) -> WireFormat:
     if wire is None:
         return BF16()

@@ -17,7 +17,7 @@ from expertwire import _check
 from expertwire.call import record
 from expertwire.device_autograd import DeviceGradients
 from expertwire.device_steps import Arrived, DeviceSteps, Later, aligned, plain
-from expertwire.errors import BufferClosed, InvalidArgument
+from expertwire.errors import InvalidArgument
 from expertwire.formats import BF16, FP8Block, WireFormat
 from expertwire.formats.fp8 import column_major
 from expertwire.handle import Dispatched, Handle
@@ -65,13 +65,9 @@ class DeviceDispatcher:
                 _check.differentiable_rows(self._rank, source, wire, zero_copy)
             if cached:
                 arrived = steps.arrived(self._owner, handle)
-                if topk_idx is not None or topk_weights is not None or zero_copy:
-                    what = "zero_copy" if zero_copy else "topk_idx or topk_weights, which the handle has"
-                    raise InvalidArgument(f"rank {self._rank}: with handle, pass no {what}")
-                if payload.shape[0] != handle.num_tokens:
-                    raise InvalidArgument(
-                        f"rank {self._rank}: x has {payload.shape[0]} tokens, its handle {handle.num_tokens}"
-                    )
+                _check.repeat(
+                    self._rank, payload.shape[0], handle.num_tokens, topk_idx, topk_weights, zero_copy=zero_copy
+                )
                 step, exact = arrived.step.repeated(bank, 0), arrived.exact
             if exact:
                 steps.raise_if_capturing()
@@ -119,8 +115,7 @@ class DeviceDispatcher:
         send(places)
 
         def complete() -> dict[str, Any]:
-            if self._runtime.closed:
-                raise BufferClosed(f"rank {self._rank}: this dispatch was not received before its buffer was closed")
+            steps.raise_if_closed("dispatch")
             if defer_receive:
                 steps.raise_if_outdated(restarts)
                 engine.await_rows(step)

@@ -113,14 +113,9 @@ class Dispatcher:
         return handle
 
     def _check_repeat(self, x: Any, topk_idx: Any, topk_weights: Any, handle: Any, zero_copy: bool) -> None:
-        rank = self._rank
-        check_handle(rank, self._context.owner, handle)
-        if topk_idx is not None or topk_weights is not None:
-            raise InvalidArgument(f"rank {rank}: pass either handle or topk_idx and topk_weights, not both")
-        if zero_copy:
-            raise InvalidArgument(f"rank {rank}: zero_copy is not offered together with handle")
-        if self._num_tokens(x) != handle.num_tokens:
-            raise InvalidArgument(f"rank {rank}: x has {self._num_tokens(x)} tokens, its handle {handle.num_tokens}")
+        check_handle(self._rank, self._context.owner, handle)
+        num_tokens = self._num_tokens(x)
+        _check.repeat(self._rank, num_tokens, handle.num_tokens, topk_idx, topk_weights, zero_copy=zero_copy)
 
     def _num_tokens(self, x: Any) -> int:
         first = x[0] if isinstance(x, tuple) and x else x

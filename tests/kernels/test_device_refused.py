@@ -9,6 +9,8 @@ from device_checks import CAPACITY, EXPERTS, HIDDEN, TOPK
 from interpreted_buffer import interpreted_buffer
 
 from expertwire.buffer import Buffer
+from expertwire.errors import InvalidArgument
+from expertwire.testing import assert_equal
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -52,3 +54,23 @@ def ids_of_both(group, num_topk):
 @pytest.mark.parametrize(("num_topk", "num_ranks"), [(TOPK, 2), (32, 1)])  # one block looks at all ids, or several do
 def test_ids(processes, num_topk, num_ranks):
     processes.run(ids_of_both, num_topk, num_ranks=num_ranks, timeout_s=120)
+
+
+def handle_and_routing(group):
+    """The same errors on the CPU and, as it were, on a GPU."""
+    cpu = Buffer(group, num_experts=EXPERTS, hidden=HIDDEN, num_topk=TOPK, num_max_tokens_per_rank=CAPACITY)
+    for buf in (cpu, interpreted_buffer(group)):
+        x, ids = refusals.inputs(buf, 1)
+        handle = buf.dispatch(x, ids).handle
+        for given in ((ids, None), (None, torch.ones(ids.shape))):
+            with pytest.raises(InvalidArgument, match="pass either handle or topk_idx and topk_weights, not both"):
+                buf.dispatch(x, *given, handle=handle)
+        with pytest.raises(InvalidArgument, match="zero_copy is not offered together with handle"):
+            buf.dispatch(x, handle=handle, zero_copy=True)
+        with pytest.raises(InvalidArgument, match="x has 3 tokens, its handle 8"):
+            buf.dispatch(x[:3], handle=handle)
+        assert_equal(buf.combine(buf.dispatch(x, handle=handle).x, handle).x, x)
+
+
+def test_a_handle_together_with_routing(processes):
+    processes.run(handle_and_routing, num_ranks=1, timeout_s=120)
