@@ -127,6 +127,18 @@ def dispatch_options(rank: int, layout: object, expert_alignment: object, counts
     return layout
 
 
+def repeat(
+    rank: int, num_tokens: int, handle_tokens: int, topk_idx: object, topk_weights: object, *, zero_copy: bool
+) -> None:
+    """A dispatch with a handle."""
+    if topk_idx is not None or topk_weights is not None:
+        raise InvalidArgument(f"rank {rank}: pass either handle or topk_idx and topk_weights, not both")
+    if zero_copy:
+        raise InvalidArgument(f"rank {rank}: zero_copy is not offered together with handle")
+    if num_tokens != handle_tokens:
+        raise InvalidArgument(f"rank {rank}: x has {num_tokens} tokens, its handle {handle_tokens}")
+
+
 def combine_wire(rank: int, wire: object, hidden: int) -> WireFormat:
     if wire is None:
         return BF16()
@@ -166,6 +178,17 @@ def differentiable_rows(rank: int, x: torch.Tensor | None, wire: WireFormat | No
             f"rank {rank}: x requires gradients, but FP8 rows cannot carry them; use FP8Block(..., decode=True), "
             "which returns bfloat16 rows, or detach x"
         )
+
+
+def bad_id(rank: int, token: int, slot: int, expert: int, num_experts: int) -> InvalidArgument:
+    """The error of an id that is none or, in EXPERT_SLOTS, of one that its token has named before."""
+    problem = (
+        "repeats an expert of the same token; EXPERT_SLOTS has room for distinct experts only (use EXPERT_MAJOR, or -1 "
+        "in the later slot)"
+    )
+    if not 0 <= expert < num_experts:
+        problem = f"is no expert: ids must be in [0, {num_experts}), or -1 for no selection"
+    return InvalidArgument(f"rank {rank}: topk_idx[{token}, {slot}] = {expert} {problem}")
 
 
 def timeout(value: object) -> None:

@@ -47,7 +47,7 @@ class Statistics:
     bytes_sent                 bytes of dispatch and combine records for each peer; own rows may not have been copied
     wait_s                     seconds this rank was blocked on the peer after all peers asked before it had signalled:
                                elapsed time, never counted twice, so a peer that is in time shows none
-    dropped_selections         selections that counted as -1: repeats in EXPERT_SLOTS, illegal ids without `validate`
+    dropped_selections         selections that counted as -1: repeats in EXPERT_SLOTS, illegal ids, if not checked
 
     On a GPU bytes_sent and wait_s are None, not counted, and a repeated routing that was refused counts as sent.
     """
@@ -78,8 +78,8 @@ class Buffer:
                               noticed at once. On a GPU after `timeout_s`, all raise PeerMasked once, and ranks that
                               have left are masked; "end" first ends the process of one that does not come (SIGKILL).
                               See docs/gpu.md
-    validate                  check that ids are in range (and distinct for EXPERT_SLOTS; on a GPU only with
-                              counts="host", and repeats are dropped and counted in `statistics`)
+    validate                  check that ids are in range, and distinct for EXPERT_SLOTS; on a GPU only with
+                              counts="host": with "device" such ids are dropped, and counted in `statistics`
     debug_poison              fill windows and unused rows with NaN, and check guards at close
     engine                    row work: "auto", "numba" or "torch"; on GPUs "auto" or "triton"
     combine_input             GPUs only: whether the memory of that method is "apart", or "over_rows": that of the

@@ -17,7 +17,7 @@ from expertwire import _check
 from expertwire.call import record
 from expertwire.device_autograd import DeviceGradients
 from expertwire.device_steps import Arrived, DeviceSteps, Later, aligned, plain
-from expertwire.errors import BufferClosed, InvalidArgument
+from expertwire.errors import InvalidArgument
 from expertwire.formats import BF16, FP8Block, WireFormat
 from expertwire.formats.fp8 import column_major
 from expertwire.handle import Dispatched, Handle
@@ -65,22 +65,17 @@ class DeviceDispatcher:
                 _check.differentiable_rows(self._rank, source, wire, zero_copy)
             if cached:
                 arrived = steps.arrived(self._owner, handle)
-                if topk_idx is not None or topk_weights is not None or zero_copy:
-                    what = "zero_copy" if zero_copy else "topk_idx or topk_weights, which the handle has"
-                    raise InvalidArgument(f"rank {self._rank}: with handle, pass no {what}")
-                if payload.shape[0] != handle.num_tokens:
-                    raise InvalidArgument(
-                        f"rank {self._rank}: x has {payload.shape[0]} tokens, its handle {handle.num_tokens}"
-                    )
+                _check.repeat(
+                    self._rank, payload.shape[0], handle.num_tokens, topk_idx, topk_weights, zero_copy=zero_copy
+                )
                 step, exact = arrived.step.repeated(bank, 0), arrived.exact
             if exact:
                 steps.raise_if_capturing()
             if not cached:
                 self._raise_if_full()
-                self._check_routing(topk_idx, topk_weights, payload.shape[0], exact=exact)
-                weights = None if topk_weights is None else aligned(plain(topk_weights))
+                ids, weights = self._routing(topk_idx, topk_weights, payload.shape[0], layout, exact=exact)
                 handle = Handle(self._owner, epoch, layout, payload.shape[0], topk_weights)
-                step = self._state.step(bank, handle.layout, aligned(topk_idx), weights, expert_alignment)
+                step = self._state.step(bank, handle.layout, ids, weights, expert_alignment)
             fused = self._is_fused(step, rows, cached)
 
             def send(places: Places) -> None:
@@ -120,8 +115,7 @@ class DeviceDispatcher:
         send(places)
 
         def complete() -> dict[str, Any]:
-            if self._runtime.closed:
-                raise BufferClosed(f"rank {self._rank}: this dispatch was not received before its buffer was closed")
+            steps.raise_if_closed("dispatch")
             if defer_receive:
                 steps.raise_if_outdated(restarts)
                 engine.await_rows(step)
@@ -199,7 +193,9 @@ class DeviceDispatcher:
         _check.tokens(rank, "x", found.shape[0], settings.num_max_tokens_per_rank)
         return found, factors, rows, dtypes
 
-    def _check_routing(self, topk_idx: Any, topk_weights: Any, num_tokens: int, *, exact: bool) -> None:
+    def _routing(
+        self, topk_idx: Any, topk_weights: Any, num_tokens: int, layout: Layout, *, exact: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         rank, settings = self._rank, self._settings
         if topk_idx is None:
             raise InvalidArgument(f"rank {rank}: topk_idx is missing; pass it, or the handle of an earlier dispatch")
@@ -207,17 +203,17 @@ class DeviceDispatcher:
         _check.tensor(rank, "topk_idx", topk_idx, (torch.int32, torch.int64), dims, device=self._state.device)
         if topk_weights is not None:
             _check.tensor(rank, "topk_weights", topk_weights, (torch.float32,), dims, device=self._state.device)
+        ids = aligned(topk_idx)
         if self._validate and exact:  # only where the call waits for the device anyway, and then on every rank
-            ids = topk_idx if num_tokens else self._state.home[:1]
-            ends = torch.stack(torch.aminmax(ids)).clamp(-(1 << 31), (1 << 31) - 1).to(torch.int32)
-            if not num_tokens:
-                ends = torch.zeros_like(ends)
-            low, high = self._steps.read(ends)
-            if low < -1 or high >= settings.num_experts:
-                raise InvalidArgument(
-                    f"rank {rank}: topk_idx has ids from {low} to {high}: ids must be in [0, {settings.num_experts}), "
-                    "or -1 for no selection"
-                )
+            self._check_ids(ids, distinct=layout is Layout.EXPERT_SLOTS)
+        return ids, None if topk_weights is None else aligned(plain(topk_weights))
+
+    def _check_ids(self, ids: torch.Tensor, *, distinct: bool) -> None:
+        words = self._steps.read(self._engine.check_ids(ids, distinct=distinct))
+        index, expert = torch.tensor(words, dtype=torch.int32).view(torch.int64).tolist()
+        if index >= 0:
+            token, slot = divmod(index, self._settings.num_topk)
+            raise _check.bad_id(self._rank, token, slot, expert, self._settings.num_experts)
 
     # -- the record ----------------------------------------------------------------------------------------------
 
@@ -417,6 +413,4 @@ def rehearse(device: torch.device) -> None:
     used = (known == row) & (row - counts[known] < counts[known])
     torch.where(used[:, None], meta, -1)
     torch.where((row < counts[:1])[:, None], meta.view(torch.float32), 0.0)
-    for ids in (row, counts):
-        torch.stack(torch.aminmax(ids)).clamp(-(1 << 31), (1 << 31) - 1).to(torch.int32)
     poison(torch.empty_like(meta))

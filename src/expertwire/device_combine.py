@@ -19,7 +19,6 @@ from expertwire.device_steps import (
     plain,
 )
 from expertwire.errors import (
-    BufferClosed,
     GroupMismatch,
     HandleError,
     InvalidArgument,
@@ -180,8 +179,7 @@ class DeviceCombiner:
         send()
 
         def complete() -> dict[str, Any]:
-            if self._runtime.closed:
-                raise BufferClosed(f"rank {self._rank}: this combine was not received before its buffer was closed")
+            steps.raise_if_closed("combine")
             if late:
                 steps.raise_if_outdated(arrived.restarts)
                 gather()

@@ -11,6 +11,7 @@ import torch
 
 from expertwire.call import check_handle
 from expertwire.errors import (
+    BufferClosed,
     GroupMismatch,
     HandleError,
     PeerMasked,
@@ -154,6 +155,11 @@ class DeviceSteps:
         found: Arrived = handle._arrived
         self.raise_if_outdated(found.restarts)
         return found
+
+    def raise_if_closed(self, lane: str) -> None:
+        """Before a call of the lane receives."""
+        if self.runtime.closed:
+            raise BufferClosed(f"rank {self.rank}: this {lane} was not received before its buffer was closed")
 
     def raise_if_outdated(self, restarts: int) -> None:
         """`restarts`: how many there had been when this handle was made."""

@@ -113,14 +113,9 @@ class Dispatcher:
         return handle
 
     def _check_repeat(self, x: Any, topk_idx: Any, topk_weights: Any, handle: Any, zero_copy: bool) -> None:
-        rank = self._rank
-        check_handle(rank, self._context.owner, handle)
-        if topk_idx is not None or topk_weights is not None:
-            raise InvalidArgument(f"rank {rank}: pass either handle or topk_idx and topk_weights, not both")
-        if zero_copy:
-            raise InvalidArgument(f"rank {rank}: zero_copy is not offered together with handle")
-        if self._num_tokens(x) != handle.num_tokens:
-            raise InvalidArgument(f"rank {rank}: x has {self._num_tokens(x)} tokens, its handle {handle.num_tokens}")
+        check_handle(self._rank, self._context.owner, handle)
+        num_tokens = self._num_tokens(x)
+        _check.repeat(self._rank, num_tokens, handle.num_tokens, topk_idx, topk_weights, zero_copy=zero_copy)
 
     def _num_tokens(self, x: Any) -> int:
         first = x[0] if isinstance(x, tuple) and x else x
@@ -139,16 +134,9 @@ class Dispatcher:
             return
         ids, kernels = topk_idx.to(torch.int64).numpy(), self._engine.kernels
         token, slot = kernels.first_illegal(ids, self._settings.num_experts)
-        if token >= 0:
-            raise InvalidArgument(
-                f"rank {self._rank}: topk_idx[{token}, {slot}] = {ids[token, slot]} is no expert: ids must be in "
-                f"[0, {self._settings.num_experts}), or -1 for no selection"
-            )
-        token, slot = kernels.first_repeat(ids)
-        raise InvalidArgument(
-            f"rank {self._rank}: topk_idx[{token}, {slot}] = {ids[token, slot]} repeats an expert of the same "
-            "token; EXPERT_SLOTS has room for distinct experts only (use EXPERT_MAJOR, or -1 in the later slot)"
-        )
+        if token < 0:
+            token, slot = kernels.first_repeat(ids)
+        raise _check.bad_id(self._rank, token, slot, int(ids[token, slot]), self._settings.num_experts)
 
     def _plan(
         self, epoch: int, x: Any, topk_weights: Any, handle: Handle, wire: WireFormat | None, zero_copy: bool

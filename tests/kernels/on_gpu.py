@@ -22,5 +22,5 @@ MARKS = [
 
 def buffer(group, **options):
     """A small buffer; `timeout_s` is the test's to choose."""
-    options = {"hidden": HIDDEN, "num_max_tokens_per_rank": CAPACITY} | options
-    return ew.Buffer(group, num_experts=EXPERTS, num_topk=TOPK, device="cuda", **options)
+    options = {"hidden": HIDDEN, "num_topk": TOPK, "num_max_tokens_per_rank": CAPACITY} | options
+    return ew.Buffer(group, num_experts=EXPERTS, device="cuda", **options)

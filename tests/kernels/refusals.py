@@ -1,8 +1,10 @@
 """What every rank of a GPU's Buffer sees when one of them passes illegal arguments. `buf` as in `device_checks`."""
 
+import itertools
+
 import pytest
 import torch
-from device_checks import CAPACITY, COMPACT, EXPERTS, HIDDEN, SLOTS, TOPK, arrive, check_rank
+from device_checks import CAPACITY, COMPACT, EXPERTS, HIDDEN, MAJOR, SLOTS, TOPK, arrive, check_rank
 
 import expertwire as ew
 from expertwire.formats import BF16
@@ -45,6 +47,52 @@ def mistaken_dispatch(buf, offender, number, **options):
     with pytest.raises(ew.InvalidArgument, match="num_max_tokens_per_rank"):
         buf.dispatch(wide, ids, **options)
     return None
+
+
+ILLEGAL = f"is no expert: ids must be in [0, {EXPERTS}), or -1 for no selection"
+REPEATS = (
+    "repeats an expert of the same token; EXPERT_SLOTS has room for distinct experts only (use EXPERT_MAJOR, or -1 in "
+    "the later slot)"
+)
+MISTAKES = [
+    # what a rank writes at (token, slot), which of these is named, and what is said of it
+    ({(0, 0): -2}, (0, 0), ILLEGAL),
+    ({(23, -1): EXPERTS}, (23, -1), ILLEGAL),
+    ({(17, 2): 1 << 40}, (17, 2), ILLEGAL),
+    ({(20, 0): 99, (9, 3): -(1 << 31), (9, -1): 99}, (9, 3), ILLEGAL),
+    ({(1, 0): 2, (23, 2): 1 << 31}, (23, 2), ILLEGAL),
+    ({(0, 1): 0}, (0, 1), REPEATS),
+    ({(23, -1): 8, (12, 3): 12, (12, 2): 12}, (12, 2), REPEATS),
+]
+
+
+def check_ids(buf):
+    """Ids that are none and, in EXPERT_SLOTS, repeats are named by each rank in turn. Then all goes on."""
+    device, num_topk = buf.settings.device, buf.settings.num_topk
+    x, legal = random_rows(buf.rank, CAPACITY, HIDDEN).to(device), torch.full((CAPACITY, num_topk), -1)
+    legal[:, :4] = (torch.arange(CAPACITY)[:, None] + torch.arange(4)) % EXPERTS  # token 0 has experts 0, 1, 2, 3
+    legal[3], legal[5, :2] = -1, -1
+    cases = itertools.product(enumerate(MISTAKES), (True, False), (torch.int32, torch.int64))
+    for (number, (changes, (token, slot), problem)), slots, dtype in cases:
+        layout, offender = SLOTS if slots else (COMPACT, MAJOR)[number % 2], number % buf.num_ranks
+        ids = legal.to(dtype, copy=True)
+        if buf.rank == offender:
+            for place, value in changes.items():
+                ids[place] = min(value, torch.iinfo(dtype).max)
+        named, ids = int(ids[token, slot]), ids.to(device)
+        if problem is REPEATS and not slots:
+            buf.dispatch(x, ids, layout=layout).handle.release()
+        elif buf.rank == offender:
+            with pytest.raises(ew.InvalidArgument) as caught:
+                buf.dispatch(x, ids, layout=layout)
+            where = f"topk_idx[{token}, {slot % num_topk}]"
+            assert str(caught.value) == f"rank {buf.rank}: {where} = {named} {problem}"
+        else:
+            with pytest.raises(ew.PeerRefused) as caught:
+                buf.dispatch(x, ids, layout=layout)
+            assert caught.value.peers == (offender,)
+        buf.dispatch(x[:0], ids[:0], layout=layout).handle.release()
+    arrive(device)
 
 
 def check_first_call(buf):
@@ -213,4 +261,5 @@ def check_all(buf):
     check_cached_device_counts(buf)
     check_combine(buf)
     check_zero_copy(buf)
+    check_ids(buf)
     check_rank(buf, COMPACT, BF16(), steps=1)

@@ -13,6 +13,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 
+from expertwire.kernels.check_ids import check_ids  # noqa: E402
 from expertwire.kernels.combine_push import combine_push  # noqa: E402
 from expertwire.kernels.combine_recv import combine_gather  # noqa: E402
 from expertwire.kernels.combine_send import combine_send  # noqa: E402
@@ -32,7 +33,7 @@ WORDS |= dict.fromkeys(["keys", "block_counts", "first_rows", "totals", "scratch
 WORDS |= dict.fromkeys(["owner_start", "owners"], "*i32")
 WORDS |= dict.fromkeys(["arrived"], "*bf16") | dict.fromkeys(["values", "weights", "dots"], "*fp32")
 WORDS |= {"counts": "*i32", "lengths": "*i32", "offsets": "*i32", "rows": "*i16", "payload": "*i16", "sf": "*i16"}
-WORDS |= {"sf_out": "*i16", "meta_out": "*i32"}
+WORDS |= {"sf_out": "*i16", "meta_out": "*i32", "worst": "*i32", "ticket": "*i32"}
 NUMBERS = {
     "rank",
     "num_tokens",
@@ -46,7 +47,7 @@ NUMBERS = {
     "meta_at",
     "pieces",
 }
-NUMBERS |= {"num_rows", "num_values", "num_places", "num_slots", "name", "bank", "banks"}
+NUMBERS |= {"num_rows", "num_values", "num_places", "num_slots", "name", "bank", "banks", "distinct"}
 SIZES = {"R": 8, "RANKS": 8, "E": 256, "hidden": 7168, "BLOCK": 128}
 SLOTS = SIZES | {"EXPERTS": 256, "K": 8, "SLOTS": 8, "TOKENS": 128, "LINES": 64, "PARTS": 1, "UE8M0": False}
 SEND = SIZES | {
@@ -116,11 +117,13 @@ KERNELS = {
     ),
     "logfmt encode": (encode_rows, LOGFMT | {"R": 8, "GROUPS": 32, "GROUP_BINS": 32}, 4),
     "logfmt combine": (combine_logfmt, COMBINE | LOGFMT | {"PARTS": 7}, 4),
+    "ids": (check_ids, {"E": 256, "K": 8, "SLOTS": 8, "TOKENS": 128}, 8),
+    "ids, many of a token": (check_ids, {"E": 256, "K": 64, "SLOTS": 64, "TOKENS": 2}, 8),
     "values, sent": (send_values, VALUES, 4),
     "values, combined": (combine_values, VALUES, 4),
 }  # fmt: skip
-NO_ROWS = ("ready", "plan", "place", "values", "logfmt")  # LogFMT10 is made of words of 4 bytes, and limits of 2
-NO_SIGNAL = ("slots", "push", "copy", "place", "gradient", "values, sent", "logfmt encode")
+NO_ROWS = ("ready", "plan", "place", "values", "logfmt", "ids")  # LogFMT10 is made of words of 4 bytes, and limits of 2
+NO_SIGNAL = ("slots", "push", "copy", "place", "gradient", "values, sent", "logfmt encode", "ids")
 ON_CUDA = [(name, HOPPER) for name in KERNELS] + [(name, BLACKWELL) for name in ("slots fp8", "combine")]
 
 

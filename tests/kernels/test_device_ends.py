@@ -8,7 +8,7 @@ import torch
 from device_checks import EXPERTS, HIDDEN, MAJOR, SLOTS, TOPK
 from interpreted_buffer import interpreted_buffer
 
-from expertwire.errors import BufferClosed, HandleError, TransportUnavailable
+from expertwire.errors import BufferClosed, HandleError, PeerLost, TransportUnavailable
 from expertwire.testing import assert_equal, random_rows, uniform_routing
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -59,6 +59,28 @@ def after_close(group):
 
 def test_after_close_nothing_is_launched(processes):
     processes.run(after_close, num_ranks=2, timeout_s=120)
+
+
+def a_peer_has_closed(group, layout):
+    """It is named as closed, by the kernel that waits for it or, for a first call, on the host."""
+    buf = interpreted_buffer(group)
+    x, ids = inputs(buf)
+    buf.dispatch(x, ids, layout=MAJOR).handle.release()
+    torch.distributed.barrier(group)
+    if buf.rank == 1:
+        buf.close()
+    torch.distributed.barrier(group)
+    if buf.rank == 0:
+        buf.timeout_s = 1.0
+        with pytest.raises(PeerLost, match=r"rank 1: .*, closed its buffer, process alive") as caught:
+            buf.dispatch(x, ids, layout=layout)
+        assert caught.value.peers == (1,)
+    torch.distributed.barrier(group)
+
+
+@pytest.mark.parametrize("layout", [MAJOR, SLOTS])
+def test_a_peer_that_closed_its_buffer_is_named_so(processes, layout):
+    processes.run(a_peer_has_closed, layout, num_ranks=2, timeout_s=120)
 
 
 def counts_of_the_caller(group):

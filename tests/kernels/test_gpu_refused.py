@@ -47,6 +47,16 @@ def test_refused(num_ranks, check, options):
     ew.World(num_ranks, device="cuda").run(rank_work)
 
 
+@pytest.mark.parametrize(("num_ranks", "num_topk"), [(1, TOPK), (1, 32), (2, TOPK), (3, 32)])
+def test_ids(num_ranks, num_topk):
+    def rank_work(rank):
+        warm("cuda")
+        with buffer(rank, num_topk=num_topk) as buf:
+            refusals.check_ids(buf)
+
+    ew.World(num_ranks, device="cuda").run(rank_work)
+
+
 def test_one_rank_alone_goes_on():
     def rank_work(rank):
         with buffer(rank) as buf:

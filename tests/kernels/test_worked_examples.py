@@ -103,6 +103,19 @@ def small_examples(group):
     return where.tolist(), offsets, rows, decoded.tolist(), float(total), places(slots)
 
 
+def ids_example(group):
+    """What is left behind for ids with an illegal one, and then with none, that must be distinct, or need not."""
+    use_interpreter()
+    from expertwire.kernels.check_ids import check_ids
+
+    found, words = [], torch.zeros(2, dtype=torch.int32)
+    for illegal, distinct in ((7, 1), (3, 1), (3, 0)):
+        left, ids = torch.empty(2, dtype=torch.int64), torch.tensor([[2, 2], [1, illegal], [-1, -1]])
+        check_ids[(3,)](ids, 3, distinct, left, words[:1], words[1:], E=4, K=2, SLOTS=2, TOKENS=1)
+        found.append((left.tolist(), words.tolist()))
+    return found
+
+
 def push_example(group):
     """Rows for places of ranks 1, 0 (this one) and a masked one: what lies in the memory of ranks 0 and 1 then."""
     use_interpreter()
@@ -195,6 +208,10 @@ def test_place_copy_and_combine(processes):
     assert decoded == [[448.0, -1.0, 0.3125, 16.0]]
     assert total == 7.5
     assert slots == [["1:5", "0:3", "1:5"]]
+
+
+def test_ids(processes):
+    assert processes.run(ids_example, num_ranks=1) == [[([3, 7], [0, 0]), ([1, 2], [0, 0]), ([-1, 0], [0, 0])]]
 
 
 def test_push(processes):

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from expertwire._math import ceil_div
+from expertwire.kernels.check_ids import check_ids
 from expertwire.kernels.combine_push import combine_push
 from expertwire.kernels.combine_recv import combine_gather
 from expertwire.kernels.combine_send import combine_send
@@ -77,6 +78,7 @@ class DeviceEngine:
         self._one_warp = {"R": self.num_ranks, "RANKS": self._ranks, "num_warps": 1}
         self._chosen: dict[Hashable, Any] = {}
         self.planner = Planner(self.state, self.launch)
+        self._found, self._worst, self._ticket = self.state.int64([-1, 0]), self.state.int32([0]), self.state.int32([0])
 
     def _tiles(self, kind: Hashable, num_tokens: int, choose: Callable[[int], T]) -> Iterable[T]:
         """What `choose` says for a launch of this kind, found once; while compiling, for all launches to come."""
@@ -89,6 +91,22 @@ class DeviceEngine:
         return (found,)
 
     # -- dispatch --------------------------------------------------------------------------------------------------
+
+    def check_ids(self, topk_idx: torch.Tensor, *, distinct: bool) -> torch.Tensor:
+        """int64 [2], as int32 [4]: of the first illegal id or, if they must be `distinct`, else the first repeat, the
+        index in topk_idx, -1 = none, and the id. The next call of this overwrites it."""
+        num_tokens, together = topk_idx.shape[0], max(1, (1 << 13) // self._slots**2)
+
+        def rest() -> Rest:
+            return (self._found, self._worst, self._ticket), {
+                "E": self.num_experts, "K": self.num_topk, "SLOTS": self._slots, "TOKENS": together, "num_warps": 8
+            }  # fmt: skip
+
+        self.launch(
+            check_ids, max(1, ceil_div(num_tokens, together)), (topk_idx.dtype,), (topk_idx, num_tokens, int(distinct)),
+            rest,
+        )  # fmt: skip
+        return self._found.view(torch.int32)
 
     def fits_fused(self) -> bool:
         """Whether EXPERT_SLOTS is dispatched in one launch: by one rank, for few tokens, each of whose blocks compares

@@ -65,7 +65,7 @@ class Meeting:
             gone = [peer for peer in missing if self.has_left(peer)]
             waited = time.monotonic() - began
             if gone or (timeout_s is not None and waited > timeout_s):
-                missed = [MissedSignal(p, call >> 8, 0, 0, self.alive(p)) for p in gone or missing]
+                missed = [self.missed(peer, call >> 8) for peer in gone or missing]
                 hint = "This was the first call of its kind, which all ranks prepare together."
                 error = PeerLost if gone else PeerTimeout
                 raise error(transport.rank, "meeting on the host", missed, waited, hint)
@@ -89,7 +89,7 @@ class Meeting:
         agreeing = {peer: said[1] for peer, said in enumerate(values) if said and said[0] == _AGREEING}
         left = left.union(*agreeing.values())
         if left:
-            missed = [MissedSignal(peer, 0, 0, 0, False) for peer in sorted(left)]
+            missed = [self.missed(peer) for peer in sorted(left)]
             raise PeerLost(rank, phase, missed, 0.0, "All ranks that are left know it.")
         if agreeing:
             self._summoned = True
@@ -133,9 +133,10 @@ class Meeting:
         """Whether a peer can no longer act: its process has ended, or it has closed its buffer."""
         return self._transport.alive(peer) is False or bool(self._words[peer][2])
 
-    def alive(self, peer: int) -> bool | None:
-        """None where that cannot be known."""
-        return False if self._words[peer][2] else self._transport.alive(peer)
+    def missed(self, peer: int, expected_epoch: int = 0, seen_epoch: int = 0, seen_count: int = 0) -> MissedSignal:
+        """What is said of a peer that has not come."""
+        alive, closed = self._transport.alive(peer), bool(self._words[peer][2])
+        return MissedSignal(peer, expected_epoch, seen_epoch, seen_count, alive, closed)
 
     def close(self) -> None:
         """Say that this rank will not act any more. Its kernels are done."""

@@ -76,6 +76,9 @@ class DeviceRuntime:
         engine.give_back(0)
         for values in (state.int32([0, 0]), state.int32([0] * state.parts.size), state.tally.view(torch.int32)):
             engine.export(values, self._pinned)
+        for dtype in (torch.int32, torch.int64):
+            ids = state.empty(dtype, 0, engine.num_topk)
+            engine.export(engine.check_ids(ids, distinct=True), self._pinned)
 
     @property
     def timeout_s(self) -> float | None:
@@ -246,10 +249,11 @@ class DeviceRuntime:
         if not self.has_failed():
             return
         missed, phase, waited = [], "dispatch send", 0
-        alive = self.meeting.alive if self.meeting is not None and not self.closed else lambda peer: None
+        meeting = None if self.closed else self.meeting
         for peer, (code, wanted, seen, ns) in enumerate(self._records.tolist()):
             if code:
-                missed.append(MissedSignal(peer, unpack(wanted)[0], *unpack(seen), alive=alive(peer)))
+                said = (peer, unpack(wanted)[0], *unpack(seen))
+                missed.append(MissedSignal(*said, alive=None) if meeting is None else meeting.missed(*said))
                 phase, waited = PHASES[code], ns
         hint = "If the ranks are only slow (compiling, loading), raise buf.timeout_s."
         if self.memory.any_address:  # they are threads of one process
@@ -257,7 +261,7 @@ class DeviceRuntime:
                 " The first use of a kernel of your own waits for the GPU, also for a rank that waits there for this "
                 "one: use it once before the first dispatch, or set CUDA_MODULE_LOADING=EAGER."
             )
-        error = PeerLost if any(m.alive is False for m in missed) else PeerTimeout
+        error = PeerLost if any(m.closed or m.alive is False for m in missed) else PeerTimeout
         raise error(self.engine.rank, phase, missed, waited / 1e9, hint)
 
     def broken_guards(self) -> list[int]:
