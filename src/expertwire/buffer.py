@@ -87,6 +87,8 @@ class Buffer:
                               before the experts' output is written, or, if it is another tensor, given to combine
     num_sms                   GPUs only: kernels that move rows are one block on each of so many SMs; None = no budget
 
+    One thread at a time may use a buffer.
+
     Before memory is taken, raises on every rank if one rank's settings are illegal (InvalidArgument there, PeerRefused
     elsewhere) or differ (GroupMismatch), or if the transport or engine does not work there (TransportUnavailable).
     Creation waits for ranks that have not come as long as the process group's own time-out.
@@ -229,9 +231,9 @@ class Buffer:
         defer_receive      send only; the record's hook() receives, and x may be overwritten meanwhile
         zero_copy          place rows into memory of the buffer, valid until the handle is finished
 
-        Raises InvalidArgument here and PeerRefused on all peers if this rank's arguments are illegal; the call is then
-        void and the next one works. Raises PeerTimeout, PeerLost, PeerMasked, InFlightError, HandleError,
-        BufferClosed. On a GPU, peers may learn of it later, see `synchronize`.
+        Raises InvalidArgument here and PeerRefused on all peers if this rank's arguments are illegal, GroupMismatch on
+        all if ranks make different calls; the call is then void and the next one works. Raises PeerTimeout, PeerLost,
+        PeerMasked, InFlightError, HandleError, BufferClosed. On a GPU ranks may learn of it later, see `synchronize`.
         """
         self._raise_if_unusable()
         record: Dispatched = self._dispatch(
@@ -317,8 +319,8 @@ class Buffer:
     def synchronize(self) -> None:
         """Wait until this rank's calls are done, and raise what they met: on a GPU they return before that.
 
-        There, PeerRefused and PeerTimeout are raised by the call only where it waits for the device (counts="host"),
-        and else by a later call or by this one. The next call works after PeerRefused.
+        There, PeerRefused, GroupMismatch and PeerTimeout are raised by the call only where it waits for the device
+        (counts="host"), and else by a later call or by this one. The next call works after the first two.
         """
         self._raise_if_unusable()
         self._steps.synchronize()

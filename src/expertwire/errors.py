@@ -32,7 +32,7 @@ class InvalidArgument(ExpertWireError, ValueError):
 
 class GroupMismatch(ExpertWireError, ValueError):
     """Ranks of one group were created with different settings, or make different calls. The message names what differs
-    and every value."""
+    and every value. A call is then void on all ranks, and the next one works."""
 
 
 class PeerError(ExpertWireError, RuntimeError):

@@ -39,8 +39,8 @@ def round_trip(group, hidden):
     combine_logfmt[(2,)](
         torch.arange(rows).flip(0)[:, None].contiguous(), weights, None, None, out, none, rows, 1,
         came, limits, *[none] * 5, 0,
-        R=1, RANKS=1, SENDS=1, CHUNK=chunk, PARTS=-(-hidden // chunk), hidden=hidden, WEIGHTED=True, NUM_BIASES=0,
-        FINISH=False,
+        R=1, RANKS=1, BANKS=1, SENDS=1, CHUNK=chunk, PARTS=-(-hidden // chunk), hidden=hidden, WEIGHTED=True,
+        NUM_BIASES=0, FINISH=False,
     )  # fmt: skip
     wanted = (0.0 + weights * wire.decode_float32(*coded, hidden).flip(0)).bfloat16()
     return first_mismatch(out, wanted), int(wire.cast_chunks(coded[1], hidden).sum())

@@ -52,11 +52,33 @@ def own_counts_only(one, rank, epoch, counts):
     yield from counted.exchange(one, rank, epoch, counts)
 
 
+def repeated_by_turns(one, rank, epoch, counts):
+    """Every second step repeats the routing of the one before."""
+    if epoch % 2:
+        yield from counted.exchange(one, rank, epoch, counts)
+        yield from counted.send_rows(one, rank, epoch, counts)
+    else:
+        yield from counted.repeat(one, rank, epoch, counts)
+
+
+@pytest.mark.parametrize("send", [counted.send, counted.repeat, repeated_by_turns])
 @pytest.mark.parametrize(("profile", "mechanism"), [("ptx", "release"), ("host", "release"), ("rc.spec", "atomic")])
 @pytest.mark.parametrize("num_banks", [1, 2])
-def test_counts_first_holds(profile, mechanism, num_banks):
-    result = models.check(dispatch(num_banks=num_banks), mechanism, profiles.get(profile))
+def test_counts_first_holds(profile, mechanism, num_banks, send):
+    result = models.check(dispatch(send, num_banks=num_banks), mechanism, profiles.get(profile))
     assert result.verdict is Verdict.HOLDS, result
+
+
+def repeated_at_once(one, rank, epoch, counts):
+    """Repeats without waiting for the bank."""
+    for operation in counted.repeat(one, rank, epoch, counts):
+        if not isinstance(operation, Wait):
+            yield operation
+
+
+def test_who_repeats_must_wait_for_the_bank():
+    result = models.check(dispatch(repeated_at_once), "release", profiles.get("ptx"))
+    assert result.verdict is Verdict.FAILS, result
 
 
 def test_rows_before_counts_are_caught():
@@ -121,7 +143,7 @@ def refuse_counts_only(one, rank, epoch, num_ranks):
 
 
 def send_all_the_same(one, rank, epoch, counts):
-    """Sends its rows also in a void step, as a rank does that repeats an old plan, and has no counts to wait for."""
+    """Sends its rows also in a void step."""
     void = yield from counted.exchange(one, rank, epoch, counts)
     yield from counted.send_rows(one, rank, epoch, counts)
     return void

@@ -252,7 +252,8 @@ class DeviceRuntime:
         meeting = None if self.closed else self.meeting
         for peer, (code, wanted, seen, ns) in enumerate(self._records.tolist()):
             if code:
-                said = (peer, unpack(wanted)[0], *unpack(seen))
+                step, count = unpack(seen)
+                said = (peer, unpack(wanted)[0], step, min(count, 0))  # what else is there is a name
                 missed.append(MissedSignal(*said, alive=None) if meeting is None else meeting.missed(*said))
                 phase, waited = PHASES[code], ns
         hint = "If the ranks are only slow (compiling, loading), raise buf.timeout_s."

@@ -67,6 +67,15 @@ def send(lane: Lane, rank: int, epoch: int, counts: Sequence[int]) -> Exchange:
     return void
 
 
+def repeat(lane: Lane, rank: int, epoch: int, counts: Sequence[int]) -> Step:
+    """Send half where all ranks repeat an earlier step, whose counts they know: nobody waits for them. Their word is
+    sent all the same, for a reader that does not repeat: it would wait for it, and sees that this is another step."""
+    yield from await_bank(lane, rank, epoch, len(counts))
+    for peer in ring(rank, len(counts)):
+        yield Signal(peer, counts_lane(lane).ready(epoch, rank), epoch, counts[peer])
+    yield from send_rows(lane, rank, epoch, counts)
+
+
 def refuse(lane: Lane, rank: int, epoch: int, num_ranks: int, *, in_order: bool = True) -> Step:
     """A whole step of a rank that refuses it. It waits for the bank too: until then, readers may not have seen the
     words of the step before.
