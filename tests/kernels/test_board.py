@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from expertwire.errors import PeerLost, PeerTimeout
+from expertwire.errors import GroupMismatch, PeerLost, PeerTimeout
 from expertwire.kernels.board import PAGE_BYTES
 from expertwire.kernels.meeting import MEETING_BYTES, Meeting
 
@@ -206,9 +206,24 @@ def test_a_message_that_is_too_long():
 
 
 def test_a_late_rank_names_who_refused_and_not_who_saw_it():
-    """Rank 0 has refused the next call too by now, and rank 2 waits there."""
+    """Rank 0 has refused the next calls too by now, and waits with rank 2 at the one after."""
     crew = Threads(3, {})
     refuses, late, saw = (Meeting(crew.of(rank)) for rank in range(3))
-    refuses.refuse(512)
-    saw._words[2][0] = 2 * 512
+    for call in (256, 512, 768):
+        refuses.refuse(call)
+    saw._words[2][0] = 2 * 1024
     assert late.arrive(256, 0, 1.0) == [0]
+    refuses._words[0][0] = 2 * 1024
+    for call in (256, 512, 768):
+        assert late.arrive(call, 0, 1.0) == [0]
+
+
+def test_who_passes_by_is_not_waited_for():
+    crew = Threads(3, {})
+    passes, new, comes = (Meeting(crew.of(rank)) for rank in range(3))
+    passes.pass_by(256)
+    comes._words[2][0] = 2 * 256
+    with pytest.raises(GroupMismatch, match=r"rank 1: .* first call of its kind here, .* rank\(s\) 0 make one"):
+        new.arrive(256, 0, 1.0)
+    with pytest.raises(PeerTimeout, match=r"rank\(s\) \[0, 2\]"):  # what was passed by is an earlier call
+        new.arrive(512, 0, 0.05)

@@ -1,10 +1,10 @@
 """Where ranks meet on the host: before the first call of a kind, whose kernels are compiled and whose memory is shared,
 and to agree which of them have left, that is, ended or closed their buffer.
 
-A rank that refuses a call does not come, and says so: it is not waited for, then or later. Every rank has four words
-in host memory that all of them see: how far it has come, the last call it refused, whether it has closed, and the last
-call of a known kind. Calls are
-numbered in the same way on all ranks, and the numbers grow. Behind the words are the pages of a `Board`.
+A rank that refuses a call does not come, and says so: it is not waited for, then or later. Every rank has eight words
+in host memory that all of them see: how far it has come, the last call it refused, whether it has closed, the last call
+of a known kind, and the last four that it refused. Calls are numbered in the same way on all ranks, and the numbers
+grow. Behind the words are the pages of a `Board`.
 
 Who makes a call of a kind that it knows meets nobody, but leaves the call's number too: a rank for which it is the
 first of its kind would wait in vain.
@@ -29,15 +29,18 @@ class Meeting:
 
     def __init__(self, transport: HostWindows) -> None:
         self._transport = transport
-        # 2 * call + stage, refused call, whether it has closed, call passed by
-        self._words = [window[:_WORDS_BYTES].view("int64")[:4] for window in transport.windows]
+        # 2 * call + stage, refused call, whether it has closed, call passed by, refused calls by turns
+        self._words = [window[:_WORDS_BYTES].view("int64") for window in transport.windows]
+        self._num_refused = 0
         self._board = Board(transport, _WORDS_BYTES, self.has_left)
         self._summoned = False  # a peer wants to agree
         self.masked: set[int] = set()
 
     def refuse(self, call: int) -> None:
         """This rank does not take part in the call. Waits for nobody."""
-        self._words[self._transport.rank][1] = call
+        mine = self._words[self._transport.rank]
+        mine[4 + self._num_refused % 4] = mine[1] = call
+        self._num_refused += 1
 
     def pass_by(self, call: int) -> None:
         """This rank makes the call without meeting the others."""
@@ -75,7 +78,7 @@ class Meeting:
             peer for peer, (come, refused, *_) in words
             if refused == call or come < place or (stage == 0 and come > place + 1)
         ]  # fmt: skip
-        refusing = [peer for peer in void if self._words[peer][1] == call]
+        refusing = [peer for peer in void if call in self._words[peer][4:].tolist()]
         absent = [peer for peer in void if self._words[peer][0] < place]  # refused this call and a later one
         return refusing or absent or void
 
